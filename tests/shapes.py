@@ -76,7 +76,7 @@ def _kind(schema: dict[str, Any]) -> str:  # noqa: C901, PLR0911, PLR0912 - a ca
 
 
 if __name__ == "__main__":
-    from tracefit.coefficients.model import CoefficientFile
+    from tracefit.coefficients.documents import CoefficientFile
 
     shapes = shapes_of(CoefficientFile.model_json_schema())
     sys.stdout.write(pprint.pformat(shapes, width=128, sort_dicts=False) + "\n")

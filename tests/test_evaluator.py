@@ -19,13 +19,14 @@ from hypothesis import strategies as st
 
 from shapes import shapes_of
 from tracefit import evaluator
-from tracefit.coefficients.compiled import CompiledModel
+from tracefit.coefficients.documents import CoefficientFile
 from tracefit.coefficients.files import read_coefficients
-from tracefit.coefficients.model import CoefficientFile
-from tracefit.coefficients.predict import predict_row
-from tracefit.coefficients.predict_frames import predict_rows
 from tracefit.errors import UsageError
-from tracefit.features.expressions import evaluate, parse_formula
+from tracefit.models.amounts import known, number
+from tracefit.models.evaluate import CompiledModel
+from tracefit.models.formulas import computation, parse_formula
+from tracefit.models.frames import predict_rows
+from tracefit.models.predict import predict_row
 
 ROOT = Path(__file__).parents[1]
 FILES = [ROOT / of / f"{kind}.json" for of in ("models", "fixtures/models") for kind in ("alpha", "beta")]
@@ -111,7 +112,7 @@ def test_formulas_are_computed_as_in_the_library(text):
         values = {n: rng.choice([0.0, rng.random() * 10, -rng.random(), None]) for n in "abc"}
         # A prediction is not below 0: the value is one of two, and the other is 0.
         above, below = (evaluator.predict(_term(text, sign), values) for sign in (1, -1))
-        wanted = evaluate(node, values)
+        wanted = known(computation(node)({name: number(name, value) for name, value in values.items()}))
         if wanted is None:
             assert above is below is None, values
         else:
@@ -209,7 +210,7 @@ def _chain(length):
 def _file(model, **more):
     return {
         "schema": "tracefit/coefficients",
-        "version": 3,
+        "version": 4,
         "kind": "beta",
         "models": [{"name": "m", **model}],
         **more,
@@ -231,7 +232,7 @@ def test_thousand_definitions_build_on_each_other(tmp_path):
 
 LINEAR = '{"form": "linear", "name": "m", "intercept": {"value": 1}, "terms": [%s]}'
 A_TERM = '{"feature": "x", "unit": "us", "value": 1}'
-FILE_OF = '{"schema": "tracefit/coefficients", "version": 3, "kind": "beta", "models": [%s]}'
+FILE_OF = '{"schema": "tracefit/coefficients", "version": 4, "kind": "beta", "models": [%s]}'
 
 
 @pytest.mark.parametrize(
@@ -276,11 +277,11 @@ def test_choice_of_no_or_several_models_is_refused(name, deployment):
         evaluator.load(FIXTURE, name, deployment)
 
 
-@pytest.mark.parametrize("version", [1, 2, 4])
+@pytest.mark.parametrize("version", [1, 2, 5])
 def test_other_version_is_refused(tmp_path, version):
     path = tmp_path / "beta.json"
     path.write_text(json.dumps({"schema": "tracefit/coefficients", "version": version, "models": []}))
-    with pytest.raises(ValueError, match="of version 3"):
+    with pytest.raises(ValueError, match="of version 3 or 4"):
         evaluator.load(path, "beta.cycle_time")
 
 
@@ -420,8 +421,7 @@ def test_a_changed_file_is_refused_by_both_or_predicts_the_same(tmp_path, form, 
     features = {name: 1.0 + 7 * number for number, name in enumerate(names)}
     outcomes = {"refused": 0, "same": 0}
     for changed, change in _mutated(document):
-        # Only tracefit reads version 2, whose keys have other names.
-        if rng.random() > share or changed.get("version") == 2:
+        if rng.random() > share:
             continue
         path.write_text(json.dumps(changed))
         try:
@@ -575,7 +575,7 @@ def _places(value):
 @st.composite
 def _files(draw):
     """Return the text of a file of one model, in which nothing, or one thing, is not as it should be."""
-    document = {"schema": "tracefit/coefficients", "version": 3, "kind": "beta", "models": [draw(MODEL)]}
+    document = {"schema": "tracefit/coefficients", "version": 4, "kind": "beta", "models": [draw(MODEL)]}
     harm = draw(st.sampled_from(["none", "none", "other", "unknown key", "lacking"]))
     holder, key = draw(st.sampled_from(_places(document)))
     if harm == "other":

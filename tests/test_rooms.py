@@ -14,6 +14,10 @@ from pathlib import Path
 
 import pytest
 
+from tracefit.recordings import RECORDINGS
+from tracefit.tables.schema import TABLES
+from tracefit.tables.sources import SOURCES
+
 PACKAGE = Path(__file__).parents[1] / "pipeline" / "tracefit"
 
 ORDER = (
@@ -24,6 +28,7 @@ ORDER = (
     ("tables",),
     ("results",),
     ("server",),
+    ("models",),
     ("recordings", "timeline", "receive"),
     ("features",),
     ("fit",),
@@ -138,6 +143,104 @@ def test_an_import_changes_nothing_that_a_process_shares():
         ("receive/grpc_server.py", "logging.getLogger('grpc._cython.cygrpc').addHandler"),
         ("server/documents.py", "_Loader.add_constructor"),
     }
+
+
+# -- who names a format of recordings --------------------------------------------------------------------
+
+MAY_NAME_FORMATS = ("recordings/", "synth/", "receive/", "commands/receive.py")
+"""They read such files, write them to try the readers, or receive records over a wire whose protocol has a name."""
+
+OTHER_MEANINGS = {
+    "client": {
+        *("models/request.py", "commands/inspect.py", "commands/requests.py", "models/targets.py"),
+        *("fit/alpha.py", "fit/latency.py", "replay/closed_loop.py", "reports/content.py"),
+        *(
+            "reports/terminal_results.py",
+            "tables/arrivals.py",
+            "tables/client_times.py",
+            "tables/dialects.py",
+        ),
+        "tables/sources.py",
+    },
+    "log": {
+        *("commands/drift.py", "fit/noise.py", "fit/speed.py", "reports/figures/elements.py"),
+        "timeline/request_counts.py",
+    },
+}
+"""Names that are also those of other things, and the modules with these: latencies, requests and benchmarks of clients; logarithms."""
+
+
+def _formats():
+    """Return the names of formats and of the sources of their steps, and how these are called in texts."""
+    sources = [source for source in SOURCES.values() if source.seen_by != "spans"]
+    # A table may have the name of a format.
+    names = {*RECORDINGS, *(source.name for source in sources)} - TABLES.keys()
+    return names, {*(one.title for one in RECORDINGS.values()), *(source.recorder for source in sources)}
+
+
+def _registers(module):
+    return any(
+        isinstance(node, ast.Call) and getattr(node.func, "id", "") == "register"
+        for node in ast.walk(ast.parse(MODULES[module].read_text()))
+    )
+
+
+def _named_formats(tree):
+    """Yield the names of formats in some code: as words of a text, as members, and as modules; docstrings may explain."""
+    names, titles = _formats()
+    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        match node:
+            case ast.Constant(value=str(text)) if id(node) not in docstrings:
+                # A word that means other things too only counts as a whole text.
+                yield from {text} & OTHER_MEANINGS.keys()
+                yield from (name for name in names - OTHER_MEANINGS.keys() if re.search(rf"\b{name}\b", text))
+                yield from (title for title in titles if title.lower() in text.lower())
+            case ast.Attribute(attr=member) if member.isupper():
+                yield from {member.lower()} & names
+            case ast.ImportFrom(module=str(module)) if module.startswith("tracefit.recordings."):
+                yield from [module] if _registers(module) else []
+
+
+@pytest.mark.parametrize("module", sorted(MODULES))
+def test_no_module_outside_recordings_names_a_format(module):
+    path = MODULES[module].relative_to(PACKAGE).as_posix()
+    if path.startswith(MAY_NAME_FORMATS):
+        return
+    found = set(_named_formats(ast.parse(MODULES[module].read_text())))
+    assert {name for name in found if path not in OTHER_MEANINGS.get(name, ())} == set()
+
+
+@pytest.mark.parametrize(
+    ("code", "name"),
+    [
+        ('steps.filter(cycle_source="fpm")', "fpm"),
+        ('x = f"{number} of fpm_gpu"', "fpm_gpu"),
+        ('source == "log"', "log"),
+        ('if "client" in sources: pass', "client"),
+        ("CycleSource.LOG_INTERVAL", "log_interval"),
+        ("sources.CLIENT.name", "client"),
+        ('print("a record of forwardpassmetrics is cut")', "ForwardPassMetrics"),
+        ("from tracefit.recordings.fpm import decode", "tracefit.recordings.fpm"),
+        ("def f():\n    from tracefit.recordings.kv_events import read_kv", "tracefit.recordings.kv_events"),
+    ],
+)
+def test_a_format_that_is_named_is_found(code, name):
+    assert name in set(_named_formats(ast.parse(code)))
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        '"""The log, or ForwardPassMetrics."""',
+        "values.log()",
+        'read("kv_events")',
+        'x = "the log of a server"',
+        "from tracefit.recordings.kv_columns import with_kv_cache",
+    ],
+)
+def test_other_meanings_are_no_formats(code):
+    assert set(_named_formats(ast.parse(code))) == set()
 
 
 # -- where files are read and written --------------------------------------------------------------------

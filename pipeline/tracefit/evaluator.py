@@ -39,6 +39,7 @@ TYPESET = str.maketrans({"\u00d7": "*", "\u00b7": "*", "\u2212": "-", "\u00f7": 
 
 # A file may come from anywhere: its contents are bounded, a formula is short, and other Python syntax (0x1f,
 # 1_000, strings, other scripts) never reaches the parser.
+VERSIONS = (3, 4)  # a file of version 3 has no `origin`: its models are fitted
 MAX_FILE_BYTES = 16 * 1024 * 1024  # thousands of models; even the worst such JSON fits in memory once parsed
 MAX_VALUES = 500_000
 MAX_MODELS = 10_000
@@ -63,7 +64,7 @@ LEXICON = re.compile(
 
 _FORM_SHAPES = {"linear": "LinearModel", "regimes": "RegimesModel", "boundary": "BoundaryModel"}
 _OF_MODEL = (
-    "name:text deployment_id?:text|null target?:TargetFacts|null estimator?:Estimator|null "
+    "name:text deployment_id?:text|null origin?:'fitted'|'transferred'|'calibrated' target?:TargetFacts|null estimator?:Estimator|null "
     "features_left_out?:[OmittedFeature] training?:Training|null validation?:Validation|null "
     f"deployment?:DeploymentFacts|null feature_set?:text|null definitions?:{{name:formula}}0-{MAX_TERMS} notes?:[text] "
 )
@@ -74,7 +75,7 @@ _OF_METRICS = (
 )
 _SCALAR = "text|integer|number|bool|null"
 _SHAPES = {
-    "File": "schema?:'tracefit/coefficients' version?:3 kind:'alpha'|'beta' "
+    "File": "schema?:'tracefit/coefficients' version?:3|4 kind:'alpha'|'beta' "
     f"models:[model]0-{MAX_MODELS} not_fitted?:[NotFitted] requests?:[RequestRange] provenance?:Provenance|null",
     "LinearModel": f"{_OF_MODEL}form?:'linear' {_OF_LINE}",
     "RegimesModel": f"{_OF_MODEL}form:'regimes' regimes:[Regime]1-{MAX_REGIMES}",
@@ -145,7 +146,7 @@ def load(path: str | Path, name: str, deployment: str = "") -> dict[str, Any]:
     """Return the model of this name from a file, as plain JSON.
 
     Args:
-        path: alpha.json or beta.json, of version 3.
+        path: alpha.json or beta.json, of version 3 or 4.
         name: The name of the model, for example `beta.cycle_time`.
         deployment: A part of its deployment_id, if the file has several.
 
@@ -190,9 +191,9 @@ def check(document: Any) -> None:
         ValueError: It is not a coefficient file, or something in it is not allowed.
     """
     is_ours = isinstance(document, dict) and document.get("schema") == "tracefit/coefficients"
-    # Its type too: 3.0 is equal to 3.
+    # Its type too: 4.0 is equal to 4.
     version = document.get("version") if is_ours else None
-    _require(type(version) is int and version == 3, "not a coefficient file of version 3")
+    _require(type(version) is int and version in VERSIONS, "not a coefficient file of version 3 or 4")
     _check_object("File", document, "")
 
 

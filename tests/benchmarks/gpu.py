@@ -26,7 +26,7 @@ from scipy.optimize import nnls
 from sklearn.ensemble import HistGradientBoostingRegressor
 
 import tracefit
-from tracefit.coefficients.predict_frames import evaluated_steps
+from tracefit.models.frames import evaluated_steps
 from tracefit.tables.schema import ENGINE
 
 if TYPE_CHECKING:

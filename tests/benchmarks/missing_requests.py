@@ -25,8 +25,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import tracefit
 from stock import LAWS, stock_requests, write_stock
-from tracefit.coefficients.predict_frames import evaluated_steps
 from tracefit.errors import TracefitError
+from tracefit.models.frames import evaluated_steps
 from tracefit.synth import LoadPhase, SynthOptions, synth, write_run
 from tracefit.timeline import unknown_batches
 

@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import tracefit
 from stock import LAWS
-from tracefit.coefficients.predict_frames import evaluated_steps
+from tracefit.models.frames import evaluated_steps
 from tracefit.synth import SynthOptions, surge_phases, synth, write_run
 
 if TYPE_CHECKING:

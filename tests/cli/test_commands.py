@@ -8,7 +8,7 @@ from pathlib import Path
 import polars as pl
 import pytest
 
-from tracefit.features.targets import TARGETS
+from tracefit.models.targets import TARGETS
 from tracefit.tables.store import TableStore
 
 

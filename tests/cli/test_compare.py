@@ -33,7 +33,7 @@ def _file(
         "intercept": {"value": intercept, "ci95": [intercept - reach, intercept + reach]},
         "terms": [term],
     }
-    document = {"schema": "tracefit/coefficients", "version": 3, "kind": "beta", "models": [model]}
+    document = {"schema": "tracefit/coefficients", "version": 4, "kind": "beta", "models": [model]}
     path.write_text(json.dumps(document))
     return path
 

@@ -101,7 +101,7 @@ def test_what_fits_nothing_waits_for_no_estimators(process):
 def test_an_ingest_waits_for_nothing_that_uses_models(process):
     done = process(code="import sys, tracefit.commands.ingest; print(sorted(sys.modules))")
     assert "'tracefit.commands.ingest'" in done.stdout
-    assert not [name for name in ("'narwhals'", "'tracefit.coefficients.model'") if name in done.stdout]
+    assert not [name for name in ("'narwhals'", "'tracefit.coefficients.documents'") if name in done.stdout]
 
 
 def test_the_commands_are_there_on_first_use():

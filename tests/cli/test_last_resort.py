@@ -11,7 +11,7 @@ from pathlib import Path
 import polars as pl
 import pytest
 
-from tracefit.features.targets import TARGETS
+from tracefit.models.targets import TARGETS
 
 COMMANDS = {
     "run": ("numpy.random.default_rng", "run {runs} --out {out} --fast"),

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 
 BETA = {
     "schema": "tracefit/coefficients",
-    "version": 3,
+    "version": 4,
     "kind": "beta",
     "models": [
         {

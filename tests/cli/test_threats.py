@@ -19,7 +19,7 @@ from containers import framed, record, span, to_json, to_protobuf, zstd
 from tracefit import IngestOptions, TrainOptions, ingest, run
 from tracefit.commands.requests import csv_text
 from tracefit.errors import spreadsheet_safe
-from tracefit.features.targets import TARGETS
+from tracefit.models.targets import TARGETS
 from tracefit.tables.store import TableStore
 
 MODELS = Path(__file__).parents[2] / "models"
@@ -475,7 +475,7 @@ def null_formulas(tmp_path):
             }
             for name in names
         ]
-        document = {"schema": "tracefit/coefficients", "version": 3, "kind": kind, "models": models}
+        document = {"schema": "tracefit/coefficients", "version": 4, "kind": kind, "models": models}
         (tmp_path / "odd" / f"{kind}.json").write_text(json.dumps(document))
 
     (tmp_path / "odd").mkdir()

@@ -95,7 +95,7 @@ def document(kind, *models):
         else model
         for model in models
     ]
-    return {"schema": "tracefit/coefficients", "version": 3, "kind": kind, "models": models}
+    return {"schema": "tracefit/coefficients", "version": 4, "kind": kind, "models": models}
 
 
 @pytest.fixture

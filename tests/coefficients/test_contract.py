@@ -10,8 +10,8 @@ import pydantic
 import pytest
 
 from scripts.make_schemas import schema_texts
+from tracefit.coefficients.documents import CoefficientFile
 from tracefit.coefficients.files import read_coefficients
-from tracefit.coefficients.model import CoefficientFile
 
 SCHEMAS = Path(__file__).parents[2] / "schemas"
 TEXTS = schema_texts()
@@ -31,7 +31,7 @@ FORMS = {"linear": LINEAR, "regimes": REGIMES, "boundary": BOUNDARY}
 
 def _wrapped(*models):
     wrapped = [json.loads(text) for text in models]
-    return {"schema": "tracefit/coefficients", "version": 3, "kind": "alpha", "models": wrapped}
+    return {"schema": "tracefit/coefficients", "version": 4, "kind": "alpha", "models": wrapped}
 
 
 def _schema(name):

@@ -22,7 +22,7 @@ MODEL = {
     "intercept": {"value": 7408.99},
     "terms": [{"feature": "prefill_tokens", "unit": "us/token", "value": 26.59}],
 }
-FILE = {"schema": "tracefit/coefficients", "version": 3, "kind": "beta", "models": [MODEL]}
+FILE = {"schema": "tracefit/coefficients", "version": 4, "kind": "beta", "models": [MODEL]}
 
 
 @pytest.fixture
@@ -88,7 +88,7 @@ def test_numbers_keep_nine_digits(value, kept):
 @pytest.mark.parametrize(
     ("place", "value", "says"),
     [
-        (("version",), 4, "version"),
+        (("version",), 5, "version"),
         (("version",), "1", "version"),
         (("schema",), "something/else", "schema"),
         (("kind",), "gamma", "kind"),
@@ -189,17 +189,18 @@ def test_repeated_model_is_refused(write):
     assert "two models" in _refused(write(FILE | {"models": [MODEL, MODEL]}))
 
 
-@pytest.mark.parametrize("version", [0, 1, 4, "2", 2.0, True, None, "v" * 10_000])
+@pytest.mark.parametrize("version", [0, 1, 2, 5, "3", 3.0, True, None, "v" * 10_000])
 def test_another_version_says_which_one_is_read(write, version):
-    assert "is not 3, which this tracefit reads" in _refused(write(FILE | {"version": version}))
+    assert "is not 3 or 4, which this tracefit reads" in _refused(write(FILE | {"version": version}))
 
 
-def test_version_2_is_read_with_its_names(write):
-    scope = {"model": "small", "gpu": "H100", "architecture": {}, "hardware": {}, "settings": {}}
-    model = MODEL | {"scope_id": "small.h100.tp1.00000000", "scope": scope}
-    file = read_coefficients(write(FILE | {"version": 2, "models": [model]}))
-    (read,) = file.models
-    assert (file.version, read.deployment_id, read.deployment.gpu) == (3, "small.h100.tp1.00000000", "H100")
+def test_models_of_version_3_are_fitted(write):
+    """Version 4 says where the numbers of a model come from; before it, all were fitted to traces of their deployment."""
+    file = read_coefficients(write(FILE | {"version": 3}))
+    assert file.models[0].origin == "fitted"
+    computed = MODEL | {"origin": "transferred"}
+    assert read_coefficients(write(FILE | {"models": [computed]})).models[0].origin == "transferred"
+    assert "origin" in _refused(write(FILE | {"models": [MODEL | {"origin": "guessed"}]}))
 
 
 HUGE = {

@@ -7,6 +7,8 @@ prefill tokens.
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 
 import polars as pl
@@ -14,7 +16,7 @@ import pytest
 
 import tracefit
 from tracefit.errors import UsageError
-from tracefit.features import targets
+from tracefit.models import targets
 
 
 def test_step_is_described_by_its_batch_and_prompt_tokens(small):
@@ -766,3 +768,15 @@ def test_a_misspelt_column_is_the_one_that_is_named(small, columns, meant):
     with pytest.raises(UsageError) as caught:
         tracefit.load(small).predict_request(pl.DataFrame(columns))
     assert meant in str(caught.value)
+
+
+def test_row_is_evaluated_without_polars_and_numpy(small):
+    code = (
+        "import sys, tracefit\n"
+        f"models = tracefit.load({str(small)!r})\n"
+        "models.predict_request(prompt_tokens=50, output_tokens=11, queue=3)\n"
+        "models.predict_step(batch=4)\n"
+        "print(sorted({'polars', 'numpy', 'sklearn', 'pyarrow'} & sys.modules.keys()))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

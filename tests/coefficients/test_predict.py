@@ -7,10 +7,10 @@ import polars as pl
 import pytest
 
 from tracefit import evaluator
-from tracefit.coefficients.compiled import CompiledModel
 from tracefit.coefficients.files import read_coefficients
-from tracefit.coefficients.predict import predict_row
-from tracefit.features.targets import TARGETS
+from tracefit.models.evaluate import CompiledModel
+from tracefit.models.predict import predict_row
+from tracefit.models.targets import TARGETS
 from tracefit.tables.store import TableStore
 
 

@@ -9,7 +9,12 @@ from dataclasses import replace
 
 import pytest
 
-from tracefit.coefficients.model import Criterion, DeploymentEvaluation, TimelineEntry, Verdict
+from tracefit.coefficients.documents import (
+    Criterion,
+    DeploymentEvaluation,
+    TimelineEntry,
+    Verdict,
+)
 from tracefit.coefficients.recording import to_record
 from tracefit.results.plans import PlannedLatency, PlanPoint, ServerCapacity
 from tracefit.results.requests import RecordedLoad

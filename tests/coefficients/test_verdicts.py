@@ -8,7 +8,14 @@ import pytest
 
 from tracefit.coefficients.verdicts import THRESHOLDS, Measurements, Threshold, override, verdicts_of
 from tracefit.errors import UsageError
-from tracefit.fit.results import Classifier, MachineNoise, Metrics, SpeedVariation, SummedTime, Validation
+from tracefit.fit.results import SummedTime
+from tracefit.models.validation import (
+    Classifier,
+    MachineNoise,
+    Metrics,
+    SpeedVariation,
+    Validation,
+)
 from tracefit.results.replays import ReplayAtSpeed, Replayed, RunReplay
 
 

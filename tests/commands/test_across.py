@@ -7,7 +7,7 @@ import json
 import pytest
 
 from tracefit import TrainOptions, ingest, train
-from tracefit.features.targets import TARGETS
+from tracefit.models.targets import TARGETS
 from tracefit.synth import SynthOptions, synth, write_run
 
 

@@ -190,7 +190,9 @@ def test_the_limit_on_rejects_holds_for_recordings_too(tmp_path, traces):
     ingest([folder], tmp_path / "t", workers=1, options=IngestOptions(max_rejects=3))
     reasons = TableStore(tmp_path / "t").read("rejects").sort("source_offset")["reason"].to_list()
     assert len(reasons) == 4
-    assert reasons[-1] == "more than 3 rejects: the rest is not read"
+    assert (
+        reasons[-1] == "more than 3 rejects: the rest of the file is not read (--max-rejects sets the limit)"
+    )
 
 
 @pytest.mark.mostly_slow(every=2)

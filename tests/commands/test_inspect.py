@@ -7,7 +7,7 @@ import gzip
 import pytest
 
 from tracefit import DataError, ingest, inspect, run
-from tracefit.features.targets import TARGETS
+from tracefit.models.targets import TARGETS
 from tracefit.reports.terminal_results import inspect_text
 from tracefit.tables.store import TableStore
 

@@ -11,7 +11,7 @@ import polars as pl
 import pytest
 
 from tracefit import DataError, ingest, run, train
-from tracefit.features.targets import TARGETS
+from tracefit.models.targets import TARGETS
 from tracefit.tables.schema import TABLES
 from tracefit.tables.store import TableStore
 

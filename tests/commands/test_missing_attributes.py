@@ -7,7 +7,7 @@ import json
 import pytest
 
 from tracefit import run
-from tracefit.features.targets import TARGETS
+from tracefit.models.targets import TARGETS
 
 GROUPED = ("beta.cycle_time", "alpha.queue_wait")
 

@@ -9,7 +9,7 @@ import polars as pl
 import pytest
 
 from tracefit import run
-from tracefit.features.targets import TARGETS
+from tracefit.models.targets import TARGETS
 from tracefit.reports.terminal_results import run_text
 from tracefit.tables.store import TableStore
 

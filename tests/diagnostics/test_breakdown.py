@@ -6,9 +6,9 @@ import polars as pl
 import pytest
 
 from tracefit.coefficients.files import read_coefficients
-from tracefit.coefficients.model import LinearModel
 from tracefit.diagnostics.breakdown import first_token_breakdown, step_breakdown
 from tracefit.diagnostics.rows import evaluated, with_batches
+from tracefit.models.schema import LinearModel
 from tracefit.tables.store import TableStore
 
 

@@ -23,7 +23,7 @@ def example(tmp_path):
     (block,) = re.findall(r"```json\n(.*?)```", PAGE, re.DOTALL)
     document = {
         "schema": "tracefit/coefficients",
-        "version": 3,
+        "version": 4,
         "kind": "beta",
         "models": [json.loads(block)],
     }

@@ -17,7 +17,7 @@ import pytest
 
 import tracefit
 from tracefit import evaluator
-from tracefit.coefficients.predict_frames import predict_rows
+from tracefit.models.frames import predict_rows
 
 ROOT = Path(__file__).parents[2]
 EXPECTED = json.loads((ROOT / "fixtures/expected.json").read_text())

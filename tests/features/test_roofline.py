@@ -9,7 +9,6 @@ import polars as pl
 import pytest
 
 from tracefit.errors import UsageError
-from tracefit.features.expressions import evaluate, names_in, parse_formula
 from tracefit.features.roofline import (
     LEAST_TIME,
     ROOFLINE_COLUMNS,
@@ -22,6 +21,8 @@ from tracefit.features.roofline import (
     work_formulas,
 )
 from tracefit.features.training import definitions
+from tracefit.models.amounts import known
+from tracefit.models.formulas import computation, names_in, parse_formula
 from tracefit.server.architecture import LatentAttention
 from tracefit.server.context import RunContext
 from tracefit.server.hardware import find_gpu
@@ -254,7 +255,7 @@ def _by_formula(name, formulas, row):
     if name not in formulas:
         return row[name]
     node = parse_formula(formulas[name], where=name)
-    return evaluate(node, {n: _by_formula(n, formulas, row) for n in names_in(node)})
+    return known(computation(node)({n: _by_formula(n, formulas, row) for n in names_in(node)}))
 
 
 @pytest.mark.mostly_slow(every=5)

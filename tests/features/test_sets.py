@@ -8,7 +8,6 @@ import polars as pl
 import pytest
 
 from tracefit.errors import UsageError
-from tracefit.features.expressions import names_in, parse_formula
 from tracefit.features.roofline import ROOFLINE_TERMS
 from tracefit.features.sets import (
     AUTO,
@@ -21,6 +20,7 @@ from tracefit.features.sets import (
     feature_sets,
     parse_feature_set,
 )
+from tracefit.models.formulas import names_in, parse_formula
 
 CONSTANTS = {
     "layers": 4.0,

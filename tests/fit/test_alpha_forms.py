@@ -8,7 +8,7 @@ import pytest
 
 from tracefit import TrainOptions, run
 from tracefit.fit.alpha import choose_form
-from tracefit.fit.results import Candidate
+from tracefit.models.validation import Candidate
 from tracefit.synth import SynthOptions, surge_phases, synth, write_run
 
 

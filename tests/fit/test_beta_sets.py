@@ -14,8 +14,8 @@ from tracefit.fit import splits
 from tracefit.fit.beta import choose, try_features, typical_error_pct
 from tracefit.fit.fitted import ANY_SIGN, FitOptions, Signs
 from tracefit.fit.holdout import error_in_stretches, load_cut
-from tracefit.fit.results import Candidate
 from tracefit.fit.train import fit_linear
+from tracefit.models.validation import Candidate
 from tracefit.synth import SynthOptions, synth, write_run
 
 

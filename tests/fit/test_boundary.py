@@ -11,7 +11,6 @@ import pytest
 import tracefit
 from tracefit.commands.deployments import deployments_of, load_deployment
 from tracefit.features.sets import BUILT_IN, Feature
-from tracefit.features.targets import target_named
 from tracefit.features.training import constants_of
 from tracefit.fit import boundary, splits
 from tracefit.fit.boundary import (
@@ -24,6 +23,7 @@ from tracefit.fit.boundary import (
 from tracefit.fit.fitted import FitOptions, LinearFit
 from tracefit.fit.splits import request_frame
 from tracefit.fit.train import fit_linear
+from tracefit.models.targets import target_named
 from tracefit.reports.content import burst_line
 from tracefit.tables.store import TableStore
 

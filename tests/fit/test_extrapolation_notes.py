@@ -6,7 +6,7 @@ import polars as pl
 import pytest
 
 from tracefit.fit.holdout import beyond_training
-from tracefit.fit.results import Term
+from tracefit.models.schema import Term
 
 
 def _term(name, low, high):

@@ -17,8 +17,8 @@ from tracefit.fit.fitted import (
     predict_regimes,
 )
 from tracefit.fit.holdout import refit_on_holdout
-from tracefit.fit.results import Comparison, Condition
 from tracefit.fit.train import fit_linear, fit_regimes
+from tracefit.models.schema import Comparison, Condition
 
 FEATURES = [Feature("prefill", "token", "prefill"), Feature("decode", "token", "decode")]
 QUICK = FitOptions(reference=False, penalties=(("ridge", 1e-8),))

@@ -7,7 +7,7 @@ import polars as pl
 import pytest
 
 from tracefit.fit.load import find_phases, with_phases
-from tracefit.fit.results import Phase
+from tracefit.models.validation import Phase
 
 
 def _arrivals(*periods):

@@ -10,8 +10,8 @@ import pytest
 
 import tracefit
 from tracefit.commands.requests import phase_columns
-from tracefit.features import targets
-from tracefit.features.targets import TARGETS, Target, target_named
+from tracefit.models import targets
+from tracefit.models.targets import TARGETS, Target, target_named
 
 EXECUTION = Target(
     name="execution",

@@ -16,8 +16,8 @@ from tracefit.fit.fitted import (
     TooFewRows,
     predict_regimes,
 )
-from tracefit.fit.results import ALWAYS, Comparison, Condition
 from tracefit.fit.train import fit_regimes
+from tracefit.models.schema import ALWAYS, Comparison, Condition
 
 SLOPE = (Feature("ahead", "request", "ahead"),)
 NO_SLOT = Condition(any=(Comparison(feature="slots", op="<=", value=0.0),))

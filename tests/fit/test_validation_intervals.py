@@ -8,8 +8,9 @@ import pytest
 from designs import plain_design
 from tracefit.fit.estimators import RobustLinear
 from tracefit.fit.fitted import ANY_SIGN
-from tracefit.fit.results import PenaltyChoice, PredictionInterval
+from tracefit.fit.results import PenaltyChoice
 from tracefit.fit.validation import coverage_pct, prediction_interval
+from tracefit.models.validation import PredictionInterval
 
 CHOICE = PenaltyChoice("ridge", 1e-6, 0.0, 5)
 

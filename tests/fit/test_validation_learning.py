@@ -9,8 +9,8 @@ import pytest
 from tracefit.features.sets import Feature
 from tracefit.fit import splits
 from tracefit.fit.fitted import FitOptions, LinearFit, RegimeRows
-from tracefit.fit.results import Comparison, Condition
 from tracefit.fit.train import fit_linear, fit_regimes
+from tracefit.models.schema import Comparison, Condition
 
 OPTIONS = FitOptions(drop_outliers=False, reference=False, penalties=(("ridge", 1e-9),))
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tracefit.fit.results import NO_ROWS
 from tracefit.fit.validation import measure, skill
+from tracefit.models.validation import NO_ROWS
 
 
 def _measure(actual, predicted):

@@ -1,4 +1,4 @@
-"""Excerpts of rejected records: the parts shown, and those never shown."""
+"""Excerpts of rejected records: the parts shown, and those never shown; and how many rejects a file may have."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tracefit.inputs.rejects import MAX_EXCERPT_CHARS, excerpt
+from tracefit.inputs.rejects import MAX_EXCERPT_CHARS, Reject, Rejects, TooManyRejectsError, excerpt
+from tracefit.options import IngestOptions
 
 
 def test_structure_and_keys_are_shown_and_values_are_not():
@@ -60,3 +61,35 @@ def test_no_piece_of_a_record_shows_a_value(values, start, stop):
     shown = excerpt(text[start : len(text) - stop], "json")
     assert "SECRET" not in shown
     assert len(shown) <= MAX_EXCERPT_CHARS
+
+
+def test_a_block_s_rejects_have_places_in_the_file_and_end_at_the_limit():
+    rejects = Rejects(IngestOptions(max_rejects=2), "f", 100, "json")
+    rejects.add(5, b'{"name": "alice"}', "bad")
+    assert rejects.take() == [Reject("f", 105, 17, "bad", '{"name":"…"}')]
+    assert not rejects.is_full
+    with pytest.raises(TooManyRejectsError):
+        rejects.add(30, b"", "long", shown=b"[1]", length=7)
+    # Taken ones still count, and are not given again.
+    assert rejects.is_full
+    assert rejects.take() == [Reject("f", 130, 7, "long", "[…]")]
+
+
+def test_rejects_that_are_listed_elsewhere_count_and_the_rest_is_one_reject():
+    rejects = Rejects(IngestOptions(max_rejects=3), "f")
+    rejects.count(2)
+    with pytest.raises(TooManyRejectsError, match=r"`IngestOptions.max_rejects` sets the limit"):
+        rejects.include(Reject("f", 1, 1, "bad"))
+    # In a file of the tables the option is a flag, whoever called.
+    why = "more than 3 rejects: the rest of the file is not read (--max-rejects sets the limit)"
+    assert rejects.rest(40) == Reject("f", 40, 0, why)
+
+
+def test_a_full_file_stays_full():
+    """Blocks that are on their way when the limit is reached count too."""
+    rejects = Rejects(IngestOptions(max_rejects=1))
+    for _ in range(2):
+        with pytest.raises(TooManyRejectsError):
+            rejects.count(1)
+    rejects.count(0)
+    assert rejects.is_full

@@ -30,7 +30,7 @@ from clients import EXPERIMENT, FORMS, planned, request_log
 from recorded import WRITERS, csv_lines, records_of
 from tracefit import consumers
 from tracefit.cli import main
-from tracefit.features.targets import TARGETS
+from tracefit.models.targets import TARGETS
 from tracefit.synth import LengthMix, SynthOptions, synth, write_run
 from tracefit.tables import dialects
 

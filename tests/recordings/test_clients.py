@@ -12,6 +12,7 @@ import pytest
 
 import clients
 import tracefit
+from decoding import decoded_block
 from tracefit.inputs.blocks import Block, inspect_file
 from tracefit.inputs.files import TraceFile
 from tracefit.recordings import RECORDINGS
@@ -30,8 +31,7 @@ def decoded(content: bytes, tmp_path, **options):
     found = inspect_file(TraceFile.local(path))
     assert found.recording is not None
     block = Block("log", found.shape, found.encoding, 0, None, len(content), content)
-    usual = {"show_values": False, "max_rejects": 100}
-    return RECORDINGS[found.recording.name].decode(block, content, **(usual | options))
+    return decoded_block(RECORDINGS[found.recording.name].decode, block, content, **options)
 
 
 def latencies(spans):

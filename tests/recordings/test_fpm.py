@@ -18,6 +18,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import tracefit
+from decoding import decoded_block
 from recorded import WRITERS, arrays, csv_lines, json_lines, maps, record
 from tracefit.errors import DataError
 from tracefit.inputs.blocks import Block, inspect_file, read_blocks
@@ -71,7 +72,7 @@ def decoded(content, *, block_bytes=1 << 20):
             if isinstance(item, Reject):
                 rejects.append(item)
             else:
-                found = fpm.decode(item, item.payload or b"", show_values=False, max_rejects=1000)
+                found = decoded_block(fpm.decode, item, item.payload or b"")
                 steps.append(found.steps)
                 rejects += found.rejects
     return pl.concat(steps) if steps else None, rejects
@@ -348,7 +349,7 @@ def test_repeated_records_count_once(ingested):
 def test_rejects_are_limited():
     lines = json_lines(steady(3))
     block = Block("f", "lines", "json", 0, None, 0, None, "fpm")
-    found = fpm.decode(block, b"{}\n" * 5 + b"[]\n" * 50 + lines[0], show_values=False, max_rejects=10)
+    found = decoded_block(fpm.decode, block, b"{}\n" * 5 + b"[]\n" * 50 + lines[0], max_rejects=10)
     assert (len(found.rejects), found.steps.height) == (10, 0)
 
 
@@ -387,7 +388,7 @@ def test_bytes_that_are_no_records_are_rejects(content, kind):
     block = Block(
         "f", "messages" if kind == "msgpack" else "lines", kind, 0, None, 0, None, "fpm", csv_lines([])[0]
     )
-    found = fpm.decode(block, content, show_values=False, max_rejects=1000)
+    found = decoded_block(fpm.decode, block, content)
     assert not found.steps.height
     # Blank lines, `{}` and byte order marks hold nothing, and are passed over.
     text = content.replace(b"{}", b"").replace(b"\xef\xbb\xbf", b"").strip()
@@ -559,9 +560,7 @@ def test_a_variance_that_is_not_a_number_costs_nothing():
     line = json_lines([record(1, 0.01, **BUSY)])[0].replace(
         b'"var_prefill_length":0.0', b'"var_prefill_length":NaN'
     )
-    found = fpm.decode(
-        Block("f", "lines", "json", 0, None, len(line), line), line, show_values=False, max_rejects=9
-    )
+    found = decoded_block(fpm.decode, Block("f", "lines", "json", 0, None, len(line), line), line)
     assert (found.steps.height, found.rejects) == (1, [])
 
 

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tracefit
+from decoding import decoded_block
 from tracefit.inputs.blocks import Block, inspect_file
 from tracefit.inputs.discovery import open_inputs
 from tracefit.inputs.files import TraceFile
@@ -81,7 +82,7 @@ STAMPS = {
 
 def decoded(content, *, show_values=False):
     block = Block("f", "lines", "text", 1000, None, 0, None, "log")
-    return iteration_log.decode(block, content, show_values=show_values, max_rejects=1000)
+    return decoded_block(iteration_log.decode, block, content, show_values=show_values)
 
 
 @pytest.fixture

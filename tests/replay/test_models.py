@@ -14,11 +14,11 @@ import pytest
 import clients
 import tracefit as package
 from stock import stock_requests, write_stock
-from tracefit.coefficients.model import CoefficientFile
+from tracefit.coefficients.documents import CoefficientFile
 from tracefit.commands import replay as replay_command
 from tracefit.consumers.blis_replay import StepRates, replay_as_blis
 from tracefit.errors import DataError
-from tracefit.fit.results import SpeedVariation
+from tracefit.models.validation import SpeedVariation
 from tracefit.replay.closed_loop import (
     REQUEST_COLUMNS,
     RunTraces,

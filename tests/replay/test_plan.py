@@ -60,7 +60,7 @@ def constant(tmp_path):
             parts = dict.fromkeys(("train", "holdout", "baseline"), errors)
             facts = {"unit": "us", "n_features": 1, "gradient_boosting": None, "skill": None}
             model["validation"] = {**facts, **parts, **validation}
-        beta = {"schema": "tracefit/coefficients", "version": 3, "kind": "beta", "models": [model]}
+        beta = {"schema": "tracefit/coefficients", "version": 4, "kind": "beta", "models": [model]}
         (tmp_path / name).write_text(json.dumps(beta))
         return tmp_path / name
 

@@ -11,8 +11,8 @@ import pytest
 from tracefit.coefficients.files import read_coefficients, read_evaluation
 from tracefit.diagnostics.engines import engine_run
 from tracefit.diagnostics.rows import evaluated
-from tracefit.features.targets import TARGETS
 from tracefit.fit.results import Overload, QueuePeriod
+from tracefit.models.targets import TARGETS
 from tracefit.reports.figures.elements import robust_limits
 from tracefit.reports.figures.engines import engine_figure
 from tracefit.reports.figures.models import model_figures, step_times_figure, thinned

@@ -7,8 +7,8 @@ import re
 
 import pytest
 
+from tracefit.coefficients.documents import Evaluation
 from tracefit.coefficients.files import read_coefficients
-from tracefit.coefficients.model import Evaluation
 from tracefit.commands.report import report_of
 from tracefit.reports.document import Bullets, Figure, Report, Section, Table, markdown_text
 from tracefit.tables.store import TableStore

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from tracefit.coefficients.documents import Criterion, Verdict
 from tracefit.coefficients.files import read_evaluation
-from tracefit.coefficients.model import Criterion, Verdict
 from tracefit.fit.results import Missing, Overload, SummedTime
 from tracefit.reports.sentences import fraction, lead, least_exact, verdicts, worse_than_median
 from tracefit.results.plans import ServerCapacity

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from tracefit.features.targets import TARGETS
+from tracefit.models.targets import TARGETS
 from tracefit.reports.terminal_results import ingest_text, run_text, train_text
 from tracefit.results.models import DeploymentSummary, LatencySummary, ModelSummary, RunResult, TrainResult
 from tracefit.results.requests import Quantiles, RequestGroup

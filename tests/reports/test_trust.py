@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from tracefit.fit.results import Collinearity, LearningPoint, Metrics, PredictionInterval, Validation
+from tracefit.models.validation import (
+    Collinearity,
+    LearningPoint,
+    Metrics,
+    PredictionInterval,
+    Validation,
+)
 from tracefit.reports.content import trust_lines
 
 ERRORS = Metrics(

@@ -19,9 +19,11 @@ from tracefit import options
 from tracefit.cli import app
 from tracefit.features.roofline import TERM_FORMULAS
 from tracefit.features.sets import BUILT_IN
+from tracefit.models.targets import CYCLE_TIME
 from tracefit.recordings import RECORDINGS
 from tracefit.results.models import TrainResult
 from tracefit.tables.schema import TABLES
+from tracefit.tables.sources import DURATION, SOURCES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -259,7 +261,21 @@ def recordings_page() -> str:
     """Describe what files hold besides spans, as each format declares itself."""
     rows = [(one.title, one.fills, one.units, one.clock) for one in RECORDINGS.values()]
     intro = "tracefit also reads recordings that are not spans. It recognises them by content, under any name, compressed or not."
+    sources = [
+        (
+            f"`{one.name}`",
+            one.recorder or "traces",
+            one.interval or CYCLE_TIME.definition,
+            one.evidence,
+            one.error,
+        )
+        for one in SOURCES.values()
+        if one is not DURATION
+    ]
+    intro_of_sources = "The time of a step, `cycle_us` of `steps` and `timeline`, says in `cycle_source` where it comes from:"
     parts = ["# Recordings", GENERATED, intro, table(("recording", "fills", "units", "its clock"), rows)]
+    parts += ["## Step times", intro_of_sources]
+    parts += [table(("source", "from", "the time of a step", "its rows", "its error"), sources)]
     return "\n\n".join(parts) + "\n"
 
 

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from pydantic import TypeAdapter
 
-from tracefit.coefficients.model import CoefficientFile, Evaluation
-from tracefit.coefficients.predict import StepPrediction
-from tracefit.coefficients.requests import RequestPrediction
+from tracefit.coefficients.documents import CoefficientFile, Evaluation
 from tracefit.features.sets import FeatureSet
+from tracefit.models.deployment import StepPrediction
+from tracefit.models.request import RequestPrediction
 from tracefit.results import models, plans, requests, traces
 from tracefit.results.models import (
     CompareResult,

@@ -6,6 +6,7 @@ import numpy as np
 import polars as pl
 import pytest
 
+from decoding import decoded_block
 from recorded import log_lines
 from stock import stock_requests
 from tracefit.inputs.blocks import Block
@@ -20,9 +21,7 @@ LIMITS = EngineLimits(max_num_batched_tokens=8192, max_num_seqs=256)
 
 def logged(run, **form):
     block = Block("f", "lines", "text", 0, None, 0, None, "log")
-    found = decode(
-        block, b"".join(log_lines(run.truth_steps, **form)), show_values=False, max_rejects=9
-    ).steps
+    found = decoded_block(decode, block, b"".join(log_lines(run.truth_steps, **form))).steps
     engine = {"run_id": pl.lit("run"), "server": pl.lit("server"), "epoch": pl.lit(0, pl.Int64)}
     return schema.STEPS.shape(found.with_columns(**engine))
 

@@ -11,16 +11,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 import polars as pl
 
-from tracefit.coefficients.compiled import CompiledModel, linear_forms, numbers_of
-from tracefit.coefficients.model import LinearModel
-from tracefit.coefficients.predict_frames import predict_rows
+from tracefit.models.evaluate import CompiledModel
+from tracefit.models.frames import predict_rows
+from tracefit.models.schema import LinearModel, linear_forms, numbers_of
 from tracefit.results.models import CoefficientDiff, PredictionDiff
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from tracefit.coefficients.model import LinearForm, Model
-    from tracefit.fit.results import Bounds
+    from tracefit.models.schema import Bounds, LinearForm, Model
 
 POINTS = 2000
 """Number of points of the shared training range at which two models are compared."""

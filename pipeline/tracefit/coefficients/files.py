@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from tracefit.coefficients.model import CoefficientFile, Evaluation
+from tracefit.coefficients.documents import CoefficientFile, Evaluation
 from tracefit.errors import UsageError
-from tracefit.evaluator import MAX_FILE_BYTES, check
+from tracefit.evaluator import MAX_FILE_BYTES, VERSIONS, check
 from tracefit.inputs.buckets import place_of
 from tracefit.options import RunOutOption, flag_of
 from tracefit.server.documents import parse_json_object, read_bytes
@@ -24,10 +24,6 @@ MAX_KEY_CHARS = 200
 MAX_MESSAGE_CHARS = 300
 DIGITS = 9
 """Significant digits a file keeps: more than the 1e-6 on which machines agree."""
-
-_EARLIER_VERSION = 2
-_EARLIER_KEYS = {"scope_id": "deployment_id", "scope": "deployment", "scopes": "deployments"}
-"""Keys of files of version 2, which are still read, and the names they have now."""
 
 _Document = TypeVar("_Document", bound=BaseModel)
 
@@ -129,19 +125,9 @@ def read_plain(path: str | Path, kind: type[BaseModel]) -> dict[str, Any]:
     where = str(path)
     content = read_bytes(place_of(path), limit_bytes=MAX_FILE_BYTES)
     plain = dict(parse_json_object(content, where=where, strict=True))
-    version = plain.get("version")
-    if type(version) is int and version == _EARLIER_VERSION:
-        plain = {**_renamed(plain), "version": kind.model_fields["version"].default}
     # Before anything else: in a file of another version, no key is an error of the user.
     _check_version(plain, kind, where)
     return plain
-
-
-def _renamed(value: Any) -> Any:
-    """Return a value of a file of version 2 with the keys of version 3."""
-    if isinstance(value, dict):
-        return {_EARLIER_KEYS.get(key, key): _renamed(inner) for key, inner in value.items()}
-    return [_renamed(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _as_model(plain: dict[str, Any], path: str | Path, kind: type[_Document]) -> _Document:
@@ -162,13 +148,13 @@ def _schema_hint(kind: type[BaseModel]) -> str:
 def _check_version(plain: dict[str, Any], kind: type[BaseModel], where: str) -> None:
     """Raise a clear error for a file of another kind or version, before its fields are checked."""
     fields, hint = kind.model_fields, _schema_hint(kind)
-    name, version, supported = plain.get("schema"), plain.get("version"), fields["version"].default
+    name, version = plain.get("schema"), plain.get("version")
     if name != fields["schema_"].default:
         what = str(name)[:MAX_KEY_CHARS] if isinstance(name, str) else "not given"
         raise UsageError(f"schema: is {what}, not {fields['schema_'].default}", where=where, hint=hint)
-    if not isinstance(version, int) or version != supported:
+    if type(version) is not int or version not in VERSIONS:
         raise UsageError(
-            f"version: {str(version)[:MAX_KEY_CHARS]!r} is not {supported}, which this tracefit reads",
+            f"version: {str(version)[:MAX_KEY_CHARS]!r} is not {' or '.join(map(str, VERSIONS))}, which this tracefit reads",
             where=where,
             hint=f"use the tracefit that wrote it; {hint}",
         )

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
 from tracefit.coefficients.files import coefficient_paths, read_coefficients
-from tracefit.coefficients.predict import DeploymentModels, StepPrediction
-from tracefit.coefficients.requests import OneRequest, RequestPrediction
-from tracefit.coefficients.workload import REQUEST_INPUTS, STEP_INPUTS
 from tracefit.errors import UsageError
 from tracefit.inputs.buckets import place_of
+from tracefit.models.deployment import DeploymentModels, StepPrediction
+from tracefit.models.describe import REQUEST_INPUTS, STEP_INPUTS
+from tracefit.models.request import RequestPrediction, predict_request
 from tracefit.options import DeploymentOption, named
 
 if TYPE_CHECKING:
@@ -23,8 +23,9 @@ if TYPE_CHECKING:
 
     import polars as pl
 
-    from tracefit.coefficients.model import CoefficientFile, Model
-    from tracefit.coefficients.predict_frames import FrameT, Rows
+    from tracefit.coefficients.documents import CoefficientFile
+    from tracefit.models.frames import FrameT, Rows
+    from tracefit.models.schema import Model
 
 
 def load(*paths: str | Path | Iterable[str | Path]) -> Models:
@@ -102,7 +103,7 @@ class Models:
         """
         import polars as pl
 
-        from tracefit.coefficients.compiled import coefficient_rows
+        from tracefit.models.schema import coefficient_rows
 
         rows = (row for file in self.files for model in file.models for row in coefficient_rows(model))
         return pl.DataFrame(list(rows), infer_schema_length=None)
@@ -210,7 +211,7 @@ class Models:
         """
         chosen = self.deployment(deployment)
         if rows is not None:
-            from tracefit.coefficients.predict_frames import with_predictions
+            from tracefit.models.frames import with_predictions
 
             return with_predictions(chosen, rows, "step")
         stated = (batch, context, prefill, prefill_reqs, prefill_done, waiting)
@@ -281,8 +282,8 @@ class Models:
         """
         chosen = self.deployment(deployment)
         if rows is not None:
-            from tracefit.coefficients.predict_frames import with_predictions
+            from tracefit.models.frames import with_predictions
 
             return with_predictions(chosen, rows, "request")
         stated = (prompt_tokens, output_tokens, queue, batch, context, cached)
-        return OneRequest(chosen, dict(zip(REQUEST_INPUTS, stated, strict=True)), features or {}).predict()
+        return predict_request(chosen, dict(zip(REQUEST_INPUTS, stated, strict=True)), features or {})

@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import polars as pl
 
 from tracefit._version import __version__
-from tracefit.coefficients import model as cf
-from tracefit.coefficients import verdicts
+from tracefit.coefficients import documents, verdicts
 from tracefit.coefficients.models import Models
 from tracefit.coefficients.recording import to_record
 from tracefit.coefficients.request_ranges import (
@@ -33,17 +32,19 @@ from tracefit.features.training import definitions
 from tracefit.fit.estimators import HUBER
 from tracefit.fit.fitted import missing_attributes
 from tracefit.fit.latency import latency_errors, split_requests, trained_steps
-from tracefit.fit.results import Number, Term
 from tracefit.fit.splits import counted_rows, evaluation_rows
+from tracefit.models import schema
+from tracefit.models.schema import Number, Term
 from tracefit.statistics import mean_of
 from tracefit.tables.schema import SERVER
-from tracefit.tables.sources import MEANS
+from tracefit.tables.sources import ADJACENT, is_from
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from tracefit.fit.fitted import FittedBoundary, FittedDeployment, FittedModel, FittedRegime, LinearFit
-    from tracefit.fit.results import AcrossResult, Metrics
+    from tracefit.fit.results import AcrossResult
+    from tracefit.models.validation import Metrics
     from tracefit.results.plans import PlanPoint, ServerCapacity
     from tracefit.results.replays import RunReplay
     from tracefit.results.requests import RecordedLoad, RequestGroup
@@ -52,14 +53,14 @@ if TYPE_CHECKING:
 _LIBRARIES = ("numpy", "scikit-learn", "polars", "pyarrow")
 
 
-def provenance(options: dict[str, Scalar], files: dict[str, str]) -> cf.Provenance:
+def provenance(options: dict[str, Scalar], files: dict[str, str]) -> documents.Provenance:
     """Return which program makes the files, with which libraries and options.
 
     Args:
         options: Options by name.
         files: sha256 of the files that options name, by option.
     """
-    return cf.Provenance(
+    return documents.Provenance(
         tool="tracefit", version=__version__, libraries=libraries(), options=options, files=files
     )
 
@@ -70,8 +71,8 @@ def libraries() -> dict[str, str]:
 
 
 def coefficient_files(
-    deployments: Sequence[FittedDeployment], made_by: cf.Provenance
-) -> tuple[cf.CoefficientFile, cf.CoefficientFile, dict[str, pl.DataFrame]]:
+    deployments: Sequence[FittedDeployment], made_by: documents.Provenance
+) -> tuple[documents.CoefficientFile, documents.CoefficientFile, dict[str, pl.DataFrame]]:
     """Return alpha.json, beta.json, and by deployment the measured requests with the predictions of both files.
 
     alpha.json states how far these predictions lie from the measured latencies.
@@ -87,24 +88,24 @@ def coefficient_files(
         deployment_id: _facts(fitted, described[deployment_id]) for deployment_id, fitted in by_id.items()
     }
 
-    def file(kind: cf.FileKind) -> cf.CoefficientFile:
+    def file(kind: documents.FileKind) -> documents.CoefficientFile:
         fitted = [(i, m) for i, each in by_id.items() for m in each.models if m.name.startswith(f"{kind}.")]
         missing = [(i, m) for i, each in by_id.items() for m in each.missing if m.name.startswith(f"{kind}.")]
-        return cf.CoefficientFile(
+        return documents.CoefficientFile(
             kind=kind,
             models=tuple(_model(by_id[i], m, facts[i]) for i, m in fitted),
             # A file refuses unknown keys, so a new field of `Missing` cannot be forgotten here.
-            not_fitted=tuple(cf.NotFitted(deployment_id=i, **asdict(m)) for i, m in missing),
+            not_fitted=tuple(schema.NotFitted(deployment_id=i, **asdict(m)) for i, m in missing),
             provenance=made_by,
         )
 
-    alpha, beta = (file(kind) for kind in get_args(cf.FileKind))
+    alpha, beta = (file(kind) for kind in get_args(documents.FileKind))
     # The ranges describe predictions of `predict` with exactly these files.
     models = Models((alpha, beta))
     predicted = {
         deployment_id: predicted_requests(models.deployment(deployment_id), described[deployment_id])
         for deployment_id, fitted in by_id.items()
-        if described[deployment_id].height and any(m.name in cf.STEP_MODELS for m in fitted.models)
+        if described[deployment_id].height and any(m.name in schema.STEP_MODELS for m in fitted.models)
     }
     ranges = [
         latency
@@ -116,12 +117,12 @@ def coefficient_files(
     return alpha.model_copy(update={"requests": tuple(ranges)}), beta, predicted
 
 
-def _facts(deployment: FittedDeployment, described: pl.DataFrame) -> cf.DeploymentFacts:
+def _facts(deployment: FittedDeployment, described: pl.DataFrame) -> schema.DeploymentFacts:
     """Return the server that the models of a deployment are valid for, and the load they were trained on."""
     context = deployment.deployment.context
     steps = trained_steps(deployment.tables.timeline, deployment.models)
     requests = split_requests(deployment.tables.requests, deployment.models)
-    return cf.DeploymentFacts(
+    return schema.DeploymentFacts(
         model=context.settings.model or (context.architecture.name if context.architecture else None),
         gpu=context.gpu.name if context.gpu else None,
         architecture=dict(context.architecture.facts()) if context.architecture else {},
@@ -134,8 +135,8 @@ def _facts(deployment: FittedDeployment, described: pl.DataFrame) -> cf.Deployme
 
 
 def _model(
-    deployment: FittedDeployment, model: FittedModel, facts: cf.DeploymentFacts
-) -> cf.LinearModel | cf.RegimesModel | cf.BoundaryModel:
+    deployment: FittedDeployment, model: FittedModel, facts: schema.DeploymentFacts
+) -> schema.LinearModel | schema.RegimesModel | schema.BoundaryModel:
     fitted, first = model.fitted, model.fitted.regimes[0]
     # The validation is that of the published form: for a boundary model, with the clock.
     common = {
@@ -154,12 +155,12 @@ def _model(
     if model.boundary is not None:
         return _boundary(common, model.boundary, first)
     if len(fitted.regimes) == 1:
-        return cf.LinearModel(**common, intercept=first.intercept, terms=first.terms)
-    return cf.RegimesModel(
+        return schema.LinearModel(**common, intercept=first.intercept, terms=first.terms)
+    return schema.RegimesModel(
         form="regimes",
         **common,
         regimes=tuple(
-            cf.Regime(name=r.regime.name, when=r.regime.when, intercept=r.intercept, terms=r.terms)
+            schema.Regime(name=r.regime.name, when=r.regime.when, intercept=r.intercept, terms=r.terms)
             for r in fitted.regimes
         ),
     )
@@ -171,19 +172,19 @@ def _formulas(fitted: LinearFit) -> list[str]:
     return [*(t.formula for t in fitted.terms if t.formula), *names]
 
 
-def _boundary(common: dict[str, Any], fitted: FittedBoundary, linear: FittedRegime) -> cf.BoundaryModel:
+def _boundary(common: dict[str, Any], fitted: FittedBoundary, linear: FittedRegime) -> schema.BoundaryModel:
     slope = fitted.work_us_per_prompt_token
     # Work and offset come from a grid search, not least squares, so they have no confidence interval.
     terms = (Term(feature="prompt_tokens", unit="us/token", value=slope),) if slope else ()
-    return cf.BoundaryModel(
+    return schema.BoundaryModel(
         **common,
         form="boundary",
         boundary="step_start",
         queue="one_at_a_time",
-        work=cf.Work(intercept=Number(value=fitted.work_us), terms=terms),
+        work=schema.Work(intercept=Number(value=fitted.work_us), terms=terms),
         offset=Number(value=fitted.offset_us),
-        without_clock=cf.Linear(intercept=linear.intercept, terms=linear.terms),
-        expectation=cf.Expectation(
+        without_clock=schema.Linear(intercept=linear.intercept, terms=linear.terms),
+        expectation=schema.Expectation(
             intercept=Number(value=fitted.work_us + fitted.expected_wait_us),
             terms=terms,
             residual=Number(value=fitted.residual_us),
@@ -192,9 +193,9 @@ def _boundary(common: dict[str, Any], fitted: FittedBoundary, linear: FittedRegi
     )
 
 
-def _estimator(part: FittedRegime) -> cf.Estimator:
+def _estimator(part: FittedRegime) -> schema.Estimator:
     # Each regime chooses its own penalty; the first one is stated.
-    return cf.Estimator(
+    return schema.Estimator(
         name="huber_linear",
         penalty=part.choice.penalty,
         strength=part.choice.strength,
@@ -205,7 +206,7 @@ def _estimator(part: FittedRegime) -> cf.Estimator:
     )
 
 
-def _training(deployment: FittedDeployment, fitted: LinearFit) -> cf.Training:
+def _training(deployment: FittedDeployment, fitted: LinearFit) -> schema.Training:
     rows, time = fitted.rows, pl.col("ts_ns")
     ranges = (
         rows.group_by(SERVER)
@@ -213,19 +214,19 @@ def _training(deployment: FittedDeployment, fitted: LinearFit) -> cf.Training:
         .drop_nulls()
         .sort(SERVER)
     )
-    return cf.Training(
+    return schema.Training(
         runs=tuple(sorted(rows["run_id"].unique())),
         rows=fitted.rows_train,
         rows_used=fitted.rows_used,
         rows_holdout=fitted.rows_holdout,
         exclusions=_exclusions(rows),
-        time_range=tuple(cf.TimeRange(**row) for row in ranges.iter_rows(named=True)),
+        time_range=tuple(schema.TimeRange(**row) for row in ranges.iter_rows(named=True)),
         inputs_sha256=_inputs_hash(deployment),
         inputs=run_inputs(deployment.tables.runs),
     )
 
 
-def run_inputs(runs: pl.DataFrame) -> tuple[cf.RunInput, ...]:
+def run_inputs(runs: pl.DataFrame) -> tuple[schema.RunInput, ...]:
     """Return the inputs of the tables of runs, in run order.
 
     Args:
@@ -235,7 +236,7 @@ def run_inputs(runs: pl.DataFrame) -> tuple[cf.RunInput, ...]:
     columns = ("run_id", "content_sha256", "settings", "model_config", "gpu")
     rows = runs.unique("run_id", keep="first", maintain_order=True).select(columns).sort("run_id")
     return tuple(
-        cf.RunInput(run_id=run, traces_sha256=traces, context_sha256=_sha256(json.dumps(context)))
+        schema.RunInput(run_id=run, traces_sha256=traces, context_sha256=_sha256(json.dumps(context)))
         for run, traces, *context in rows.iter_rows()
     )
 
@@ -258,7 +259,7 @@ def evaluate(
     all_runs: pl.DataFrame,
     across: AcrossResult | None = None,
     *,
-    requests: Sequence[cf.RequestRange] = (),
+    requests: Sequence[schema.RequestRange] = (),
     predicted: Mapping[str, pl.DataFrame] = MappingProxyType({}),
     replays: Sequence[RunReplay] = (),
     served: Sequence[RequestGroup] = (),
@@ -266,7 +267,7 @@ def evaluate(
     rates: Mapping[str, tuple[PlanPoint, ...]] = MappingProxyType({}),
     capacities: Mapping[str, ServerCapacity | None] = MappingProxyType({}),
     thresholds: Sequence[verdicts.Threshold] = verdicts.THRESHOLDS,
-) -> cf.Evaluation:
+) -> documents.Evaluation:
     """Return all measurements, and the verdicts by the thresholds.
 
     Args:
@@ -300,7 +301,7 @@ def evaluate(
         entry = entry.model_copy(update=known)
         record = to_record(entry, fitted.deployment.context.settings)
         entries.append(entry.model_copy(update={"record": record}))
-    return cf.Evaluation(
+    return documents.Evaluation(
         ingest=_ingest(all_runs),
         deployments=tuple(entries),
         across=across.errors if across else (),
@@ -318,12 +319,12 @@ def _exclusions(rows: pl.DataFrame) -> dict[str, int]:
     return dict(sorted(Counter(rows["excluded_reason"].drop_nulls().to_list()).items()))
 
 
-def _ingest(runs: pl.DataFrame) -> cf.IngestEntry:
+def _ingest(runs: pl.DataFrame) -> documents.IngestEntry:
     # Files, rejects and duplicates are counted per run; spans and dropped events per server of it.
     per_run = runs.unique("run_id", keep="first", maintain_order=True)
     seconds = (pl.col("last_unix_ns") - pl.col("first_unix_ns")) / 1e9
-    servers = runs.sort(SERVER).with_columns(seconds=seconds).select(*cf.ServerEntry.model_fields)
-    return cf.IngestEntry(
+    servers = runs.sort(SERVER).with_columns(seconds=seconds).select(*documents.ServerEntry.model_fields)
+    return documents.IngestEntry(
         **{name: _sum(per_run, name) for name in ("files", "bytes", "other_spans", "rejects")},
         dropped_attributes=_sum(per_run, "dropped_attributes"),
         spans=_sum(runs, "spans"),
@@ -332,7 +333,7 @@ def _ingest(runs: pl.DataFrame) -> cf.IngestEntry:
         missing_attributes=missing_attributes(runs),
         dropped_events=_sum(runs, "dropped_events"),
         duplicates=_sum(per_run, "duplicate_spans"),
-        servers=tuple(cf.ServerEntry(**row) for row in servers.iter_rows(named=True)),
+        servers=tuple(documents.ServerEntry(**row) for row in servers.iter_rows(named=True)),
     )
 
 
@@ -351,13 +352,13 @@ def _sum(frame: pl.DataFrame, column: str) -> int:
 def _deployment(
     deployment: FittedDeployment,
     thresholds: Sequence[verdicts.Threshold],
-    requests: tuple[cf.RequestRange, ...],
+    requests: tuple[schema.RequestRange, ...],
     predicted: pl.DataFrame | None,
     measured: verdicts.Measurements,
-) -> cf.DeploymentEvaluation:
+) -> documents.DeploymentEvaluation:
     boosted: dict[str, Metrics | None] = {r.latency: r.gradient_boosting for r in requests}
     models = {m.name: m.validation for m in deployment.models}
-    return cf.DeploymentEvaluation(
+    return documents.DeploymentEvaluation(
         deployment_id=deployment.deployment.deployment_id,
         runs=runs_of(deployment),
         overloaded=deployment.overloads,
@@ -380,7 +381,7 @@ def _deployment(
     )
 
 
-def _rows(model: FittedModel) -> Iterator[cf.RowsEntry]:
+def _rows(model: FittedModel) -> Iterator[documents.RowsEntry]:
     """Yield the use of each run's rows by a model."""
     # A mean over an interval is not a step: no error is measured on it, unless single steps are too few.
     every, eval_filter = counted_rows(model.fitted.rows, "holdout"), model.options.eval_filter
@@ -388,7 +389,7 @@ def _rows(model: FittedModel) -> Iterator[cf.RowsEntry]:
         eval_filter = None
     for (run_id,), rows in model.fitted.rows.sort("run_id").group_by("run_id", maintain_order=True):
         held = counted_rows(rows, "holdout")
-        yield cf.RowsEntry(
+        yield documents.RowsEntry(
             model=model.name,
             run_id=str(run_id),
             trained=counted_rows(rows, "train").height,
@@ -397,14 +398,14 @@ def _rows(model: FittedModel) -> Iterator[cf.RowsEntry]:
         )
 
 
-def _timeline(deployment: FittedDeployment) -> cf.TimelineEntry:
+def _timeline(deployment: FittedDeployment) -> documents.TimelineEntry:
     tables, runs, timeline = deployment.tables, deployment.tables.runs, deployment.tables.timeline
-    intervals = timeline.filter(pl.col("cycle_source").is_in(MEANS))
-    return cf.TimelineEntry(
+    intervals = timeline.filter(is_from(lambda source: not source.is_one_step))
+    return documents.TimelineEntry(
         epochs=_sum(runs, "epochs"),
         servers=runs.height,
         steps_known=timeline.height,
-        adjacent_cycles=timeline.filter(cycle_source="adjacent").height,
+        adjacent_cycles=timeline.filter(cycle_source=ADJACENT.name).height,
         intervals=intervals.height,
         interval_steps=_sum(intervals, "interval_steps"),
         composition_agreement=mean_of(timeline["journey_agrees"].cast(pl.Float64)),

@@ -11,13 +11,13 @@ import math
 import re
 from typing import TYPE_CHECKING, NamedTuple
 
-from tracefit.coefficients.model import LoadStretch, RecordingAdvice
+from tracefit.coefficients.documents import LoadStretch, RecordingAdvice
 from tracefit.text import count, number
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from tracefit.coefficients.model import DeploymentEvaluation
+    from tracefit.coefficients.documents import DeploymentEvaluation
     from tracefit.results.requests import RecordedLoad
     from tracefit.server.settings import ServerSettings
 

@@ -12,19 +12,19 @@ from typing import TYPE_CHECKING, Literal, get_args
 import numpy as np
 import polars as pl
 
-from tracefit.coefficients.model import PromptSteps, RequestRange, Workload
-from tracefit.coefficients.predict_frames import completed_requests, composed_requests
-from tracefit.coefficients.workload import STEP_COLUMNS, STEP_INPUTS
-from tracefit.features.targets import LATENCIES
-from tracefit.fit.results import NO_ROWS
 from tracefit.fit.splits import MIN_HOLDOUT_ROWS, MIN_TRAIN_ROWS
 from tracefit.fit.validation import measure
 from tracefit.fit.validation import reference as gradient_boosting
+from tracefit.models.describe import STEP_COLUMNS, STEP_INPUTS
+from tracefit.models.frames import completed_requests, composed_requests
+from tracefit.models.schema import PromptSteps, RequestRange, Workload
+from tracefit.models.targets import LATENCIES
+from tracefit.models.validation import NO_ROWS
 from tracefit.tables.requests import is_cut_off
 from tracefit.tables.schema import REQUEST, SERVER
 
 if TYPE_CHECKING:
-    from tracefit.coefficients.predict import DeploymentModels
+    from tracefit.models.deployment import DeploymentModels
 
 Composed = Literal["ttft", "itl", "e2e"]
 

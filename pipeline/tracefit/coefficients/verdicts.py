@@ -11,18 +11,20 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-from tracefit.coefficients.model import STEP_MODELS, Answer, Criterion, Verdict
+from tracefit.coefficients.documents import Answer, Criterion, Verdict
 from tracefit.errors import UsageError, did_you_mean
-from tracefit.features.targets import target_named
 from tracefit.fit.noise import ABOUT
 from tracefit.fit.splits import FEW_ROWS, TRAIN_SHARE
+from tracefit.models.schema import STEP_MODELS
+from tracefit.models.targets import target_named
 from tracefit.options import TrainOptions, named
 from tracefit.text import number
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
-    from tracefit.fit.results import SummedTime, Validation
+    from tracefit.fit.results import SummedTime
+    from tracefit.models.validation import Validation
     from tracefit.results.replays import RunReplay
     from tracefit.results.requests import RequestGroup
 

@@ -14,9 +14,6 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import polars as pl
 
-from tracefit.coefficients.compiled import CompiledModel, terms_of
-from tracefit.coefficients.model import BoundaryModel
-from tracefit.coefficients.predict_frames import predict_rows
 from tracefit.coefficients.verdicts import THRESHOLDS
 from tracefit.commands.deployments import deployments_of, load_deployment, write_timelines
 from tracefit.commands.locate import published_replays
@@ -24,7 +21,6 @@ from tracefit.commands.replay import replay_new
 from tracefit.errors import DataError, UsageError
 from tracefit.features import training
 from tracefit.features.sets import Feature, FeatureSet
-from tracefit.features.targets import is_step_model, target_named
 from tracefit.fit import splits
 from tracefit.fit.alpha import EXACT_QUEUE
 from tracefit.fit.boundary import admission_with_clock, api_waits, step_clock
@@ -32,6 +28,10 @@ from tracefit.fit.fitted import target_of
 from tracefit.fit.noise import ABOUT, machine_noise
 from tracefit.fit.splits import MIN_TRAIN_ROWS, of_means, request_frame, step_frame
 from tracefit.fit.validation import measure
+from tracefit.models.evaluate import CompiledModel
+from tracefit.models.frames import predict_rows
+from tracefit.models.schema import BoundaryModel, terms_of
+from tracefit.models.targets import is_step_model, target_named
 from tracefit.results.models import CompareResult, Drift, DriftVerdict, LatencyDrift
 from tracefit.statistics import LIKELY_SDS, SD_OF_MEDIAN, robust_sd_expr
 from tracefit.tables.schema import SERVER
@@ -43,11 +43,11 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-    from tracefit.coefficients.model import Model
     from tracefit.coefficients.models import Models
-    from tracefit.coefficients.predict import DeploymentModels
     from tracefit.fit.fitted import DeploymentTables
-    from tracefit.fit.results import Validation
+    from tracefit.models.deployment import DeploymentModels
+    from tracefit.models.schema import Model
+    from tracefit.models.validation import Validation
     from tracefit.options import Tolerance
     from tracefit.replay.closed_loop import NewReplay
     from tracefit.results.replays import Replayed, RunReplay

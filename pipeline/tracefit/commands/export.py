@@ -29,8 +29,8 @@ from tracefit.tables.disk import write_files
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tracefit.coefficients.predict import DeploymentModels
     from tracefit.fit.fitted import DeploymentTables
+    from tracefit.models.deployment import DeploymentModels
     from tracefit.server.context import Deployment
 
 # A number of millions of digits takes minutes to convert.

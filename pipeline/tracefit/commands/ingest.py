@@ -38,6 +38,7 @@ from tracefit.options import (
     named,
 )
 from tracefit.progress import KeptWarnings, Progress
+from tracefit.recordings import RECORDINGS
 from tracefit.results.traces import IngestPlan, IngestResult, PlannedFile, RunSummary
 from tracefit.server.context import RunContext, deployment_of, read_context
 from tracefit.server.documents import excerpt, parse_yaml, read_bytes
@@ -251,8 +252,8 @@ def _contexts(sources: Sequence[RunSource], server: ServerOptions) -> list[RunCo
     return contexts
 
 
-_RECORDS = re.compile(r"traces|fpm|kv_events|\.(jsonl?|ndjson|binpb|pb|proto|otlp|parquet|csv)(\.|$)")
-"""Names of files that are not a server's log. A log may have any other."""
+_RECORDS = re.compile(r"traces|\.(jsonl?|ndjson|binpb|pb|proto|otlp|parquet|csv)(\.|$)")
+"""Names of files that are not a server's log, beside those of recordings. A log may have any other."""
 
 _MOST_LOG_BYTES = 64 << 20
 
@@ -260,8 +261,10 @@ _MOST_LOG_BYTES = 64 << 20
 def _starts_of(source: RunSource) -> list[ServerStart]:
     """Return the starts of a run's server, in the order of time, from the logs beside its spans."""
     starts: list[ServerStart] = []
+    recorded = [recording.file_name for recording in RECORDINGS.values() if recording.file_name]
     for file in source.trace_files:
-        if not _RECORDS.search(PurePath(file.path).name.lower()):
+        name = PurePath(file.path).name.lower()
+        if not (_RECORDS.search(name) or any(begin in name for begin in recorded)):
             with suppress(UsageError):  # it is reported where it is read
                 starts += starts_of(lines_with(file, MARKS, most_bytes=_MOST_LOG_BYTES))
     return starts

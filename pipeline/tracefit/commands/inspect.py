@@ -16,7 +16,6 @@ from tracefit.commands.ingest import doubts_of_models, ingest_inputs
 from tracefit.commands.locate import as_list, find_tables, is_tables
 from tracefit.engines.local import LocalEngine
 from tracefit.errors import UsageError
-from tracefit.features import targets
 from tracefit.features.sets import FeatureSet
 from tracefit.features.training import beta_rows
 from tracefit.fit import splits
@@ -24,6 +23,7 @@ from tracefit.fit.results import COVERED_SHARE
 from tracefit.fit.splits import MIN_HOLDOUT_ROWS, MIN_TRAIN_ROWS
 from tracefit.inputs.blocks import inspect_file
 from tracefit.inputs.discovery import open_inputs
+from tracefit.models import targets
 from tracefit.options import InspectedArgument, ServerOptions, named
 from tracefit.progress import NullProgress, Progress
 from tracefit.results.traces import (
@@ -48,7 +48,7 @@ from tracefit.server.settings import (
 from tracefit.tables.dialects import CLIENT, SGLANG, dialect_of, is_known
 from tracefit.tables.health import Check, health_checks
 from tracefit.tables.runs import are_stock, step_counters
-from tracefit.tables.sources import CycleSource
+from tracefit.tables.sources import ADJACENT, REQUEST, SOURCES, is_from
 from tracefit.tables.store import TableStore
 from tracefit.timeline import (
     clock_disagreements,
@@ -62,8 +62,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from tracefit.features.targets import Target
     from tracefit.inputs.files import TraceFile
+    from tracefit.models.targets import Target
     from tracefit.results.traces import Allowed
     from tracefit.server.context import Deployment, RunContext
 
@@ -175,7 +175,7 @@ def _inspect_tables(
 def _whole_prompts(tables: Mapping[str, pl.DataFrame]) -> dict[str, float]:
     """Return the servers whose spans show prefix-cache hits, as training finds them: tokens of prompts that are surely whole."""
     timeline = tables["timeline"]
-    if CycleSource.REQUEST not in timeline["cycle_source"]:
+    if REQUEST.name not in timeline["cycle_source"]:
         return {}
     lags = execution_lags(timeline, events_of(tables["requests"]))
     ahead = {(run_id, server): lag for run_id, server, lag in lags.iter_rows()}
@@ -224,15 +224,6 @@ def _clock_check(disagreements: pl.DataFrame) -> Check:
 
 Evidence: TypeAlias = "Counter[str]"
 _STEP_TIME = "step time"
-_STEP_TIMES = {
-    CycleSource.ADJACENT: "adjacent pairs",
-    **dict.fromkeys((s for s in CycleSource if s.is_recorded), "recorded steps"),
-    CycleSource.INTERVAL: "intervals between known starts",
-    CycleSource.REQUEST: "intervals between token times",
-    CycleSource.LOG: "steps from a line of the log to the next",
-    CycleSource.LOG_INTERVAL: "intervals between changes of the log's clock",
-}
-"""Source of a step time to its name in a reason."""
 
 
 def _evidence(tables: Mapping[str, pl.DataFrame]) -> Evidence:
@@ -241,11 +232,11 @@ def _evidence(tables: Mapping[str, pl.DataFrame]) -> Evidence:
     counters = step_counters(steps, tables["journey_events"])
     cycles = timeline.drop_nulls("cycle_us")
     busy = cycles.filter(~pl.col("idle_after"))
-    adjacent = busy.filter(cycle_source=CycleSource.ADJACENT)
+    adjacent = busy.filter(cycle_source=ADJACENT.name)
     evidence: Evidence = Counter(dict(busy.group_by("cycle_source").len().iter_rows()))
     evidence.update(
         steps=steps.height,
-        logged_steps=timeline.filter(composition_source=CycleSource.LOG).height,
+        logged_steps=timeline.filter(is_from(lambda source: source.is_stamped, "composition_source")).height,
         prompt_tokens=int(requests["prompt_tokens"].sum() or 0),
         prompts=int(timeline["num_prefill_reqs"].sum() or 0),
         computed_tokens=int(timeline["prefill_tokens"].sum() or 0),
@@ -322,8 +313,8 @@ def _suffice(e: Evidence, target: str) -> bool:
 
 def _step_time(e: Evidence, unknown: str) -> _Judgement:
     counts: Counter[str] = Counter()
-    for source, name in _STEP_TIMES.items():
-        counts[name] += e[source]
+    for source in SOURCES.values():
+        counts[source.evidence] += e[source.name]
     counts["idle gaps"] = e["idle"]
     counts["steps at the ends of the recording, where requests may be missing"] = e["cut_off"]
     steps = ", ".join(f"{n:,} {name}" for name, n in counts.items() if n)
@@ -366,7 +357,7 @@ def _composition(e: Evidence, hits: Mapping[str, float]) -> _Judgement:
             f"{_share(e['agreeing_steps'], e['compared_steps'])} of sampled steps agree with their summary"
         )
         counted = "the times of the requests (assumed: every request has a span)"
-        source = counted if e[CycleSource.REQUEST] else "complete journeys"
+        source = counted if e[REQUEST.name] else "complete journeys"
         return "yes", f"every step, from {source}" + (f"; {agree}" if e["compared_steps"] else "")
     if e["logged_steps"] and e["logged_steps"] == e["timeline_steps"]:
         return "yes", "every step, from the lines of the log"
@@ -399,7 +390,7 @@ def _queue_state(e: Evidence) -> _Judgement:
     if e["complete_runs"] and e["complete_runs"] == e["runs"]:
         return (
             "yes",
-            f"exact, from {'steps counted from requests' if e[CycleSource.REQUEST] else 'complete journeys'}",
+            f"exact, from {'steps counted from requests' if e[REQUEST.name] else 'complete journeys'}",
         )
     if e["steps"]:
         return (

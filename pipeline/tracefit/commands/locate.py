@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import polars as pl
 
     from tracefit.coefficients.models import Models
-    from tracefit.coefficients.predict import DeploymentModels
+    from tracefit.models.deployment import DeploymentModels
     from tracefit.results.replays import RunReplay
     from tracefit.tables.store import TableStore
 

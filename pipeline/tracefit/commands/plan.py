@@ -19,7 +19,7 @@ from tracefit.commands.locate import as_list, choose_deployment, published_repla
 from tracefit.commands.predict import read_rows
 from tracefit.commands.recorded import carried, complete_requests, is_whole
 from tracefit.errors import DataError, TracefitError, UsageError, did_you_mean
-from tracefit.features.targets import LATENCIES
+from tracefit.models.targets import LATENCIES
 from tracefit.options import (
     ChangesOption,
     DeploymentOption,
@@ -69,7 +69,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from tracefit.coefficients.models import Models
-    from tracefit.coefficients.predict import DeploymentModels
+    from tracefit.models.deployment import DeploymentModels
     from tracefit.progress import Progress
     from tracefit.replay.engine import EngineSettings
     from tracefit.results.plans import PlanPoint

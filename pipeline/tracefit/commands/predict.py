@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     import polars as pl
 
-    from tracefit.coefficients.predict_frames import Rows
+    from tracefit.models.frames import Rows
     from tracefit.progress import Progress
     from tracefit.results.models import RowPredictions
 
@@ -57,7 +57,7 @@ def predict(
     """
     models = models if isinstance(models, Models) else load(models)
     # A single prediction needs neither a frame library nor what the results of other commands are made of.
-    from tracefit.coefficients.predict_frames import (
+    from tracefit.models.frames import (
         as_frame,
         predict_requests,
         predict_rows,

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING
 import yaml
 
 from tracefit.coefficients.models import Models, load
-from tracefit.coefficients.predict import published_mdape_pct
 from tracefit.commands.ingest import stated_settings
 from tracefit.errors import UsageError
 from tracefit.inputs.buckets import place_of
 from tracefit.inputs.folders import MODEL_CONFIG_NAME, RUN_CONFIG_NAMES
+from tracefit.models.predict import published_mdape_pct
 from tracefit.options import DeploymentOption, ServerOptions
 from tracefit.progress import NullProgress, Progress
 from tracefit.receive.connections import keep_few, want_descriptors
@@ -208,10 +208,10 @@ class _StepModel:
     def _predicted_us(self, steps: Sequence[ObservedStep]) -> list[float | None]:
         import polars as pl  # noqa: PLC0415 - takes long to load, and a receiver without models needs none
 
-        from tracefit.coefficients.predict_frames import predict_steps  # noqa: PLC0415
+        from tracefit.models.frames import predict_steps  # noqa: PLC0415
 
         block_tokens = self._models.server["block_size"]
-        # A summary has no context: it follows from the KV blocks in use, as these follow from it in `workload.STEP_COLUMNS`.
+        # A summary has no context: it follows from the KV blocks in use, as these follow from it in `describe.STEP_COLUMNS`.
         requests = pl.col("num_decode_reqs") + pl.col("num_prefill_reqs")
         cached = (pl.col("kv_blocks_used") - requests / 2) * block_tokens - pl.col("prefill_tokens")
         schema = dict.fromkeys(ObservedStep._fields, pl.Float64)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from tracefit.coefficients.models import Models
-    from tracefit.coefficients.predict import DeploymentModels
+    from tracefit.models.deployment import DeploymentModels
     from tracefit.options import ReplayedArgument, ReplayedRunOption
 
 MOST_READ = 40_000

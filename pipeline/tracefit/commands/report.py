@@ -13,8 +13,8 @@ from tracefit.commands.predict import parse_numbers
 from tracefit.diagnostics.deployment import diagnose
 from tracefit.diagnostics.groups import US_PER_MS
 from tracefit.errors import TracefitError, UsageError, known_names
-from tracefit.features.targets import LATENCIES
 from tracefit.inputs.buckets import place_of
+from tracefit.models.targets import LATENCIES
 from tracefit.options import (
     DeploymentOption,
     LimitsOption,
@@ -42,7 +42,8 @@ if TYPE_CHECKING:
 
     from plotly.graph_objects import Figure as PlotlyFigure
 
-    from tracefit.coefficients.model import CoefficientFile, DeploymentEvaluation, Evaluation, Model
+    from tracefit.coefficients.documents import CoefficientFile, DeploymentEvaluation, Evaluation
+    from tracefit.models.schema import Model
     from tracefit.reports.document import Report
 
 MAX_PAGE_BYTES = 6_000_000

@@ -10,7 +10,7 @@ import polars as pl
 
 from tracefit.commands.locate import find_tables
 from tracefit.errors import FORMULA_SIGNS, DataError
-from tracefit.features import targets
+from tracefit.models import targets
 from tracefit.results.requests import PhaseSummary, Quantiles, RequestGroup, RequestSummary
 from tracefit.server.settings import ENDPOINT_FLAG
 from tracefit.statistics import percentile

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache, lru_cache, partial
 from pathlib import Path
@@ -18,15 +19,14 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from tracefit._version import __version__
-from tracefit.engines.build import RunTask, build_runs
+from tracefit.engines.build import RunTask, build_runs, rows_beside
 from tracefit.engines.decode import Task, decode_task
 from tracefit.engines.jobs import Job, take_together
 from tracefit.errors import DataError
 from tracefit.inputs.blocks import Block, read_blocks
 from tracefit.inputs.discovery import refuse_other_signal
 from tracefit.inputs.files import ContentHash, content_hash_of, fetch
-from tracefit.inputs.rejects import Reject
-from tracefit.options import IngestOptions, named
+from tracefit.inputs.rejects import Rejects, TooManyRejectsError
 from tracefit.server.context import gpu_to_json
 from tracefit.server.settings import settings_to_json
 from tracefit.tables import schema
@@ -45,8 +45,9 @@ if TYPE_CHECKING:
     from tracefit.engines.jobs import TaskEngine
     from tracefit.inputs.discovery import RunSource
     from tracefit.inputs.files import TraceFile
+    from tracefit.inputs.rejects import Reject
+    from tracefit.options import IngestOptions
     from tracefit.progress import Progress
-    from tracefit.recordings.kv_events import KvRows
     from tracefit.server.context import RunContext
     from tracefit.tables.store import TableStore
 
@@ -200,12 +201,12 @@ class FilePiece:
 
 @dataclass(slots=True, eq=False)
 class _FileIngest:
-    """A file being read: its hash or the object that computes it, the pieces read so far, and the rejects in decoded pieces."""
+    """A file being read: its hash or the object that computes it, the rejects in decoded pieces, and the pieces read so far."""
 
     file: TraceFile
     content: ContentHash | str
+    rejects: Rejects
     pieces: list[FilePiece] = field(default_factory=list)
-    rejects: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -325,7 +326,8 @@ class IngestScheduler:
     def _take_decoded(self, pieces: Sequence[tuple[RunIngest, FilePiece]], result: Decoded) -> None:
         for (run, piece), parts in zip(pieces, result, strict=True):
             piece.parts = parts
-            piece.file.rejects += sum(part.rejects for part in parts)
+            with suppress(TooManyRejectsError):  # asked before the next piece is read
+                piece.file.rejects.count(sum(part.rejects for part in parts))
             run.decoding -= 1
             self._build_when_read(run)
 
@@ -454,7 +456,7 @@ class IngestScheduler:
         local = [f for f in changed if f.filesystem is None]
         remote = deque(f for f in changed if f.filesystem is not None)
         for file in local:
-            yield from self._pieces_in(run, _FileIngest(file, ContentHash()), file)
+            yield from self._pieces_in(run, self._file(file, ContentHash()), file)
         most_bytes = self._options.fetched_bytes
         while group := take_together(remote, lambda file: file.size, most=len(remote), most_bytes=most_bytes):
             # The copies are gone when the last block is read, not when it is decoded: blocks carry their bytes.
@@ -466,7 +468,10 @@ class IngestScheduler:
                     if entry and self._is_whole(entry):
                         run.unchanged.append(entry)
                     else:
-                        yield from self._pieces_in(run, _FileIngest(file, copy.content_hash), copy.file)
+                        yield from self._pieces_in(run, self._file(file, copy.content_hash), copy.file)
+
+    def _file(self, file: TraceFile, content: ContentHash | str) -> _FileIngest:
+        return _FileIngest(file, content, Rejects(self._options, file.name))
 
     def _is_whole(self, entry: ReadFile) -> bool:
         return all(self._is_whole_part(part.name) for part in entry.parts)
@@ -484,7 +489,7 @@ class IngestScheduler:
             content_hash=content,
             by_path=self._by_path and content is not None,
         ):
-            if work.rejects >= self._options.max_rejects:
+            if work.rejects.is_full:
                 break
             piece = FilePiece(work, item.offset if isinstance(item, Block) else item.source_offset)
             work.pieces.append(piece)
@@ -493,20 +498,16 @@ class IngestScheduler:
 
     def _entry_of(self, work: _FileIngest) -> ReadFile:
         """Return the manifest entry of a file that was read; it does not depend on the order of decoding."""
-        file, most = work.file, self._options.max_rejects
+        file, rejects = work.file, Rejects(self._options, work.file.name)
         parts: list[StagedPart] = []
-        rejects = 0
         for piece in work.pieces:
             parts += piece.parts
-            rejects += sum(part.rejects for part in piece.parts)
-            # In the order of the file, whichever block was decoded first: rows after the last listed reject do not count.
-            if rejects >= most:
-                limit = named(IngestOptions, "max_rejects")
-                reason = (
-                    f"more than {most} rejects: the rest of the file is not read ({limit} sets the limit)"
-                )
-                self._progress.warn(f"{file.name}: {reason}")
-                last = Reject(file.name, piece.offset, 0, reason)
+            try:
+                rejects.count(sum(part.rejects for part in piece.parts))
+            except TooManyRejectsError as error:
+                # In the order of the file, whichever block was decoded first: rows after the last listed reject do not count.
+                self._progress.warn(f"{file.name}: {error.what}")
+                last = rejects.rest(piece.offset)
                 parts += decode_task(Task((last,), self._options, self._place))[0]
                 break
         return ReadFile(
@@ -561,11 +562,8 @@ class IngestScheduler:
     def _run_task(self, run: RunIngest) -> RunTask:
         assert run.entry is not None  # noqa: S101 - a run that is ready has one
         files = run.source.kv_files
-        kv: tuple[TraceFile, ...] | KvRows = files
-        if files and (self._engine.carries_bytes or any(file.filesystem for file in files)):
-            from tracefit.recordings.kv_events import read_kv  # noqa: PLC0415 - most runs have none
-
-            kv = read_kv(files, self._options)
+        is_carried = self._engine.carries_bytes or any(file.filesystem for file in files)
+        kv = rows_beside(files, self._options) if files and is_carried else files
         return RunTask(
             run_id=run.run_id,
             name=run.source.name,

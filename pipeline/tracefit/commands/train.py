@@ -35,13 +35,13 @@ from tracefit.engines.local import LocalEngine, open_engine
 from tracefit.engines.training import BYTES_PER_JOB, deployment_tables, each_run, frames_of
 from tracefit.errors import DataError, UsageError
 from tracefit.features.sets import feature_sets, is_feature_file
-from tracefit.features.targets import LATENCIES, is_step_model
 from tracefit.features.training import TOO_FAST
 from tracefit.fit.deployments import fit_across, fit_deployment, with_seen_limits
 from tracefit.fit.fitted import DeploymentOptions
 from tracefit.fit.load import runs_to_fit
 from tracefit.fit.splits import is_excluded, of_means
 from tracefit.inputs.buckets import place_of
+from tracefit.models.targets import LATENCIES, is_step_model
 from tracefit.options import (
     LOCAL,
     EngineChoice,
@@ -66,11 +66,12 @@ from tracefit.tables.store import TableStore
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from tracefit.coefficients.model import DeploymentEvaluation, Evaluation
+    from tracefit.coefficients.documents import DeploymentEvaluation, Evaluation
     from tracefit.coefficients.verdicts import Threshold
     from tracefit.engines.jobs import TaskEngine
     from tracefit.fit.fitted import FittedDeployment, FittedModel
-    from tracefit.fit.results import Latency, Metrics, Overload
+    from tracefit.fit.results import Latency, Overload
+    from tracefit.models.validation import Metrics
     from tracefit.options import IngestOptions
 
 

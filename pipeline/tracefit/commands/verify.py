@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 from tracefit._version import __version__
 from tracefit.coefficients import publish
+from tracefit.coefficients.documents import CoefficientFile
 from tracefit.coefficients.files import coefficient_paths, find_models, read_coefficients, read_plain, to_json
-from tracefit.coefficients.model import CoefficientFile
 from tracefit.commands.locate import trained_tables
 from tracefit.commands.train import fit_runs
 from tracefit.errors import DataError, TracefitError
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     import polars as pl
 
-    from tracefit.coefficients.model import Provenance
+    from tracefit.coefficients.documents import Provenance
     from tracefit.fit.fitted import FittedDeployment
     from tracefit.tables.store import TableStore
 

@@ -31,8 +31,8 @@ from tracefit.timeline.step_sums import StepSums
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from tracefit.coefficients.predict import DeploymentModels
     from tracefit.fit.fitted import DeploymentTables
+    from tracefit.models.deployment import DeploymentModels
     from tracefit.server.context import Deployment
     from tracefit.statistics import Vector
 

@@ -15,8 +15,6 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 import polars as pl
 
-from tracefit.coefficients.model import BoundaryModel
-from tracefit.coefficients.predict_frames import evaluated_steps
 from tracefit.consumers.base import (
     Source,
     block_size,
@@ -39,11 +37,13 @@ from tracefit.consumers.blis_roofline import (
 from tracefit.errors import DataError, UsageError
 from tracefit.features.roofline import ROOFLINE_COLUMNS
 from tracefit.features.sets import FeatureSet
-from tracefit.features.targets import target_named
 from tracefit.fit.boundary import admission_with_clock, api_waits, clocks_of, queued_us
 from tracefit.fit.estimators import HUBER, fit_nonnegative
 from tracefit.fit.fitted import matrix, target_of
 from tracefit.fit.splits import request_frame
+from tracefit.models.frames import evaluated_steps
+from tracefit.models.schema import BoundaryModel
+from tracefit.models.targets import target_named
 from tracefit.options import ServerOptions, named
 from tracefit.replay.engine import EngineSettings, StepBatch
 from tracefit.statistics import percentile

@@ -5,9 +5,9 @@ from __future__ import annotations
 import csv
 import io
 
-from tracefit.coefficients.compiled import coefficient_rows
 from tracefit.consumers.base import OUT, Export, Source
 from tracefit.errors import spreadsheet_safe
+from tracefit.models.schema import coefficient_rows
 from tracefit.results.models import HeldOut
 
 

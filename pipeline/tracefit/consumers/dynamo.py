@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 import polars as pl
 
-from tracefit.coefficients.predict_frames import evaluated_steps
 from tracefit.consumers.base import (
     OUT,
     Export,
@@ -26,6 +25,7 @@ from tracefit.consumers.base import (
     train_and_holdout,
     worse_than_baseline,
 )
+from tracefit.models.frames import evaluated_steps
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

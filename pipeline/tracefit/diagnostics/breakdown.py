@@ -6,17 +6,23 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import polars as pl
 
-from tracefit.coefficients.compiled import CompiledModel
 from tracefit.diagnostics.groups import US_PER_MS, in_groups
 from tracefit.diagnostics.rows import COMPOSITION
-from tracefit.features.expressions import Binary, Call, Constant, Name
-from tracefit.features.targets import parts_of
+from tracefit.models.columns import with_definitions
+from tracefit.models.evaluate import CompiledModel
+from tracefit.models.formulas import (
+    Binary,
+    Call,
+    Constant,
+    Name,
+)
+from tracefit.models.targets import parts_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from tracefit.coefficients.model import LinearModel
-    from tracefit.features.expressions import Node
+    from tracefit.models.formulas import Node
+    from tracefit.models.schema import LinearModel
 
 _QUANTILES = 10
 
@@ -70,7 +76,8 @@ def step_breakdown(model: LinearModel, steps: pl.DataFrame) -> Breakdown | None:
     """
     compiled = CompiledModel(model)
     largest = {t.feature: _largest_of(compiled.formulas.nodes.get(t.feature)) for t in model.terms}
-    rows = compiled.formulas.frame(steps, {name for sums in largest.values() for one in sums for name in one})
+    names = {name for sums in largest.values() for one in sums for name in one}
+    rows = with_definitions(steps, compiled.formulas, names)
     parts: dict[str, list[pl.Expr]] = {EVERY_STEP: [pl.lit(model.intercept.value)]}
     for term in model.terms:
         sums = largest[term.feature]

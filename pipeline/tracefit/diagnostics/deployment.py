@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 import polars as pl
 
-from tracefit.coefficients.compiled import CompiledModel
 from tracefit.diagnostics.attempts import Attempts
 from tracefit.diagnostics.breakdown import Breakdown, first_token_breakdown, first_token_parts
 from tracefit.diagnostics.engines import TIMELINE_COLUMNS, EngineRun, engine_run
@@ -17,15 +16,17 @@ from tracefit.diagnostics.load import latencies_over_load, measured_latencies, s
 from tracefit.diagnostics.rows import BATCH_COLUMNS, MOST_RUNS, ROW_COLUMNS, STEP, evaluated, with_batches
 from tracefit.diagnostics.slowest import SLOWEST_COLUMNS, SlowRequest, slowest_requests
 from tracefit.errors import UsageError
-from tracefit.features.targets import LATENCIES, is_step_model
+from tracefit.models.evaluate import CompiledModel
+from tracefit.models.targets import LATENCIES, is_step_model
 from tracefit.options import TablesOption, named
 from tracefit.tables.client_times import TIMES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from tracefit.coefficients.model import DeploymentEvaluation, Model
+    from tracefit.coefficients.documents import DeploymentEvaluation
     from tracefit.diagnostics.groups import Bin
+    from tracefit.models.schema import Model
     from tracefit.tables.store import TableStore
 
 MOST_ENGINES = 4

@@ -5,7 +5,7 @@ from __future__ import annotations
 import polars as pl
 
 from tracefit.diagnostics.groups import US_PER_MS, Bin, bins_by_run, count_open
-from tracefit.features.targets import LATENCIES
+from tracefit.models.targets import LATENCIES
 from tracefit.statistics import PERCENTS, percentile
 from tracefit.tables.client_times import with_clients_latencies
 from tracefit.tables.requests import latency_us

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+import numpy as np
 import polars as pl
 
-from tracefit.coefficients.compiled import CompiledModel, main_forms
-from tracefit.coefficients.model import RegimesModel
 from tracefit.diagnostics.groups import US_PER_MS
-from tracefit.features.targets import is_step_model
 from tracefit.fit.splits import FEW_ROWS, in_time
+from tracefit.models.columns import amounts_of, column_of
+from tracefit.models.evaluate import CompiledModel
+from tracefit.models.schema import RegimesModel, main_forms
+from tracefit.models.targets import is_step_model
 from tracefit.tables.schema import ENGINE, SERVER
 from tracefit.tables.sources import is_one_step
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from tracefit.coefficients.model import Model
+    from tracefit.models.schema import Model
 
 STEP = (*ENGINE, "step_id")
 
@@ -83,14 +85,18 @@ def evaluated(model: Model, rows: pl.DataFrame) -> pl.DataFrame | None:
     # Time is in seconds, or in steps if the steps have no time.
     unit = 1 if kept["ts_ns"].null_count() else 1e9
     needed = {*STEP, *BATCH_COLUMNS, "ts_ns", "split", *compiled.columns_with_clock}
+    values = amounts_of(kept, compiled.columns_with_clock)
+    with np.errstate(all="ignore"):
+        predicted_ms = compiled.evaluate_with_clock(values) / US_PER_MS
+    # -1, where no condition holds, is the last one: null.
+    names = pl.Series([*(name for name, _ in compiled.forms), None], dtype=pl.String)
+    regime = names.gather(np.broadcast_to(compiled.active(values), kept.height) % len(names))
     kept = kept.select(
         *(c for c in kept.columns if c in needed),
-        predicted_ms=compiled.expression_with_clock() / US_PER_MS,
+        column_of("predicted_ms", predicted_ms, kept.height),
         measured_ms=pl.col("y") / US_PER_MS,
         at_s=(in_time() - in_time().min().over(SERVER)) / unit,
-        regime=pl.coalesce(pl.when(r.when.expression()).then(pl.lit(r.name)) for r in model.regimes)
-        if isinstance(model, RegimesModel)
-        else pl.lit("all"),
+        regime=regime if isinstance(model, RegimesModel) else pl.lit("all"),
     )
     # Residuals are rounded to a nanosecond, the resolution of the clocks, so that rounding errors do not count as residuals.
     residual = (pl.col("measured_ms") - pl.col("predicted_ms")).round(6)

@@ -9,29 +9,31 @@ import tempfile
 from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import polars as pl
 
 from tracefit import memory
 from tracefit.errors import DataError, printable
+from tracefit.inputs.formats import asked_for
+from tracefit.recordings import RECORDINGS
 from tracefit.server.settings import DEFAULT_BLOCK_SIZE, ENDPOINT_FLAG
 from tracefit.tables import dialects, schema
 from tracefit.tables.build import TracedRun, UnlikeRunsError, build_tables
 from tracefit.tables.client_times import TEXT_COUNT, UNMATCHED, with_asked_lengths, with_client_times
 from tracefit.tables.dialects import CLIENT
 from tracefit.tables.runs import COMPLETE_SHARE, with_implausible
-from tracefit.tables.sources import CycleSource
+from tracefit.tables.sources import SOURCES, is_by_client
 from tracefit.tables.staging import read_staged
 from tracefit.tables.store import RunsWriter, put_parts
-from tracefit.tables.units import step_unit_faults, without_wrong_units
+from tracefit.tables.units import has_fields, step_unit_faults, without_wrong_units
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from tracefit.inputs.files import TraceFile
+    from tracefit.inputs.formats import Recording
     from tracefit.options import BuildLimits, IngestOptions
-    from tracefit.recordings.kv_events import KvRows
     from tracefit.server.context import RunContext
     from tracefit.tables.places import Place
     from tracefit.tables.spread import Spread
@@ -80,7 +82,7 @@ class RunTask:
     columns: Mapping[str, str | int | None]
     limits: Mapping[str, float]
     context: RunContext
-    kv: tuple[TraceFile, ...] | KvRows
+    kv: tuple[TraceFile, ...] | Any
     options: IngestOptions
 
 
@@ -175,8 +177,7 @@ def _build(tasks: Sequence[RunTask], folder: Path, spread: Spread) -> dict[str, 
         writer.complete()
         tables = writer.of(run_ids)
         _require_rows(tasks, tables)
-        of_fpm = pl.col("cycle_source") == CycleSource.FPM.value
-        recorded = writer.scan("steps").select(pl.col("run_id").filter(of_fpm).unique())
+        recorded = writer.scan("steps").select(pl.col("run_id").filter(has_fields()).unique())
         for run_id in recorded.collect().to_series():
             writer.replace([run_id], _with_step_units(writer.of([run_id])))
         client = pl.col("run_id").filter(pl.col("dialect") == CLIENT).unique()
@@ -218,8 +219,8 @@ def _with_step_units(tables: WrittenTables) -> dict[str, pl.DataFrame | Iterator
     faults = step_unit_faults(tables.pieces("steps"))
     if not faults.height:
         return {}
-    of_fpm = pl.col("cycle_source") == CycleSource.FPM.value
-    counted = tables.read("steps", ("run_id", "server", "cycle_source", "cycle_us", "unix_ns")).filter(of_fpm)
+    columns = ("run_id", "server", "cycle_source", "cycle_us", "unix_ns")
+    counted = tables.read("steps", columns).filter(has_fields())
     times = counted.unpivot(["cycle_us", "unix_ns"], index=["run_id", "server"], variable_name="column")
     odd = times.drop_nulls().join(faults, on=["server", "column"]).group_by("run_id", "reason")
     runs, rejects = with_implausible(
@@ -241,7 +242,7 @@ def _with_clients(read: Callable[[str], pl.DataFrame]) -> dict[str, pl.DataFrame
     runs = read("runs").drop("requests").join(counts, on="server", how="left")
     runs = runs.with_columns(pl.col("requests").fill_null(0))
     steps = read("steps")
-    of_client = pl.col("cycle_source").eq_missing(CycleSource.CLIENT.value)
+    of_client = is_by_client()
     # The first benchmark is epoch 0.
     number = pl.col("epoch").rank("dense").over("server").cast(pl.Int64) - 1
     steps = steps.with_columns(epoch=pl.when(of_client).then(number).otherwise("epoch"))
@@ -274,16 +275,23 @@ def _with_event(events: str, name: str, count: int) -> str:
 
 
 def _kv_tables(task: RunTask, read: Callable[[str], pl.DataFrame]) -> dict[str, pl.DataFrame]:
-    from tracefit.recordings.kv_columns import kv_tables  # noqa: PLC0415 - most runs have no recordings
-    from tracefit.recordings.kv_events import read_kv  # noqa: PLC0415
+    tables = {name: read(name) for name in ("steps", "journey_events", "requests", "runs", "rejects")}
+    rows = rows_beside(task.kv, task.options) if isinstance(task.kv, tuple) else task.kv
+    fill = read_beside().fill
+    assert fill is not None  # noqa: S101 - such a format has one
+    return fill(rows, tables, run_id=task.run_id, block_size=task.context.settings.block_size)
 
-    names = ("steps", "journey_events", "requests", "runs", "rejects")
-    return kv_tables(
-        read_kv(task.kv, task.options) if isinstance(task.kv, tuple) else task.kv,
-        {name: read(name) for name in names},
-        run_id=task.run_id,
-        block_size=task.context.settings.block_size,
-    )
+
+def read_beside() -> Recording:
+    """Return the format of the files that are read when a run's tables are built."""
+    return next(recording for recording in RECORDINGS.values() if recording.read)
+
+
+def rows_beside(files: tuple[TraceFile, ...], options: IngestOptions) -> Any:
+    """Return what that format reads of some files."""
+    read = read_beside().read
+    assert read is not None  # noqa: S101 - it was found by this
+    return read(files, options)
 
 
 def is_small(events: str, limits: BuildLimits) -> bool:
@@ -349,7 +357,7 @@ def _ways_of(contexts: Mapping[str, RunContext], tables: WrittenTables) -> dict[
     """Return how the timeline of each run is built, and the output tokens of its requests."""
     from tracefit.timeline import is_logged  # noqa: PLC0415 - most ingests need none
 
-    is_own = ~pl.col("cycle_source").eq_missing(CycleSource.CLIENT.value)
+    is_own = ~is_by_client()
     steps = tables.read("steps", ("run_id", "cycle_source")).group_by("run_id")
     of_steps = steps.agg(own=is_own.any(), logged=is_logged().any())
     counts = {run_id: facts for run_id, *facts in of_steps.iter_rows()}
@@ -405,7 +413,7 @@ def _timeline_of(tables: WrittenTables, way: _Way) -> dict[str, pl.DataFrame | I
     steps, limits, complete = tables.read("steps"), way.limits, way.is_complete
     # Steps seen by a client are the last resort: any record of the server has more.
     if way.without_clients:
-        steps = steps.filter(~pl.col("cycle_source").eq_missing(CycleSource.CLIENT.value))
+        steps = steps.filter(~is_by_client())
     counted = starts = jumps = None
     if way.is_counted:
         requests = tables.read("requests", COUNTED_COLUMNS)
@@ -433,10 +441,10 @@ def _timeline_of(tables: WrittenTables, way: _Way) -> dict[str, pl.DataFrame | I
     )
     steps_built, odd_times = without_jumps(steps_built, jumps)
     if way.is_sglang:
-        gpu_time = pl.col("cycle_source", "composition_source").replace(
-            {CycleSource.FPM.value: CycleSource.FPM_GPU.value}
+        of_sglang = {source.name: source.from_sglang for source in SOURCES.values() if source.from_sglang}
+        steps_built = steps_built.with_columns(
+            pl.col("cycle_source", "composition_source").replace(of_sglang)
         )
-        steps_built = steps_built.with_columns(gpu_time)
     timeline, odd_steps = schema.TIMELINE.sift_derived(steps_built, "run_id")
     timed = with_step_times(schema.REQUESTS.shape(rows), timeline, journeys, snapshots)
     timed, odd_requests = schema.REQUESTS.sift_derived(timed, "run_id")
@@ -498,8 +506,8 @@ def _require_spans(task: RunTask) -> None:
         raise DataError(
             f"none of its records can be read ({rejects} rejected; the first: {reasons['reason'][0]})",
             where=task.name,
-            hint="traces are OTLP JSON or protobuf, as the Collector's file exporter writes them; recordings are "
-            "ForwardPassMetrics, or vLLM's log with its iterations",
+            hint="traces are OTLP JSON or protobuf, as the Collector's file exporter writes them; other files that "
+            f"are read: {asked_for()}",
         )
     staged = (
         read_staged(task.place, p.name, "other_scopes", ["file", "scope"]).filter(file=p.file) for p in parts

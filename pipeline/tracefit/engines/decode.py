@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import polars as pl
 
 from tracefit.inputs.blocks import Block, load
-from tracefit.inputs.rejects import Reject
+from tracefit.inputs.rejects import Reject, Rejects
 from tracefit.otlp.decode import decode_blocks, without_events
 from tracefit.recordings import RECORDINGS
 from tracefit.tables.rows import RECORDED_STEPS, rows_of, wanted_of
@@ -82,13 +82,12 @@ def _recorded(blocks: _Blocks, options: IngestOptions) -> Iterator[SpanRows]:
         recording = RECORDINGS[block.recording or ""]
         decode, lacking[number] = recording.decode, recording.lacks
         assert decode is not None  # noqa: S101 - files of other formats have no blocks
-        rows, bad, requests, keys_of_file[number] = decode(
-            block, payload, show_values=options.show_values, max_rejects=options.max_rejects
-        )
+        of_block = Rejects(options, block.source_file, block.offset, block.encoding)
+        rows, requests, keys_of_file[number] = decode(block, payload, of_block)
         of_file = pl.lit(number, pl.UInt32).alias("file")
         steps.append(rows.select(of_file, pl.all()))
         spans += [] if requests is None else [requests.select(of_file, pl.all())]
-        rejects += [(number, reject) for reject in bad]
+        rejects += [(number, reject) for reject in of_block.take()]
     batch = without_events(spans, rejects, wanted_of(options), keys_of_file)
     yield rows_of(batch, options, pl.concat(steps, how="diagonal"), lacking)
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 import polars as pl
 
-from tracefit.features.columns import to_polars
-from tracefit.features.expressions import parse_formula
+from tracefit.models.columns import with_formulas
+from tracefit.models.formulas import parse_formula
 
 if TYPE_CHECKING:
     from tracefit.server.architecture import ModelArchitecture
@@ -102,5 +102,5 @@ def add_batch_terms(timeline: pl.DataFrame, context: RunContext) -> pl.DataFrame
     formulas = batch_formulas(context)
     frame = timeline.with_columns(pl.lit(None, pl.Float64).alias(name) for name in BATCH_TERMS)
     for name, text in formulas.items():
-        frame = frame.with_columns(to_polars(parse_formula(text, where=name), {}).alias(name))
+        frame = with_formulas(frame, {name: parse_formula(text, where=name)})
     return frame.drop(formulas.keys() - set(BATCH_TERMS))

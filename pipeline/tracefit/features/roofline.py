@@ -27,11 +27,11 @@ from typing import TYPE_CHECKING
 
 import polars as pl
 
-from tracefit.features.columns import to_polars
-from tracefit.features.expressions import parse_formula
+from tracefit.models.columns import with_formulas
+from tracefit.models.formulas import parse_formula
 from tracefit.server.hardware import Gpu
 from tracefit.server.settings import SPECULATION
-from tracefit.tables.sources import CycleSource
+from tracefit.tables.sources import is_from
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -117,7 +117,7 @@ def add_roofline(frame: pl.DataFrame, arch: ModelArchitecture, gpu: Gpu, *, tp: 
     # Two rounds: the terms are formulas over the helpers.
     for names in (_HELPERS, ROOFLINE_TERMS):
         nodes = {name: parse_formula(formulas[name], where=name) for name in names}
-        columns = columns.with_columns(to_polars(node, {}).alias(name) for name, node in nodes.items())
+        columns = with_formulas(columns, nodes)
     return frame.with_columns(columns[name] for name in ROOFLINE_TERMS)
 
 
@@ -247,9 +247,7 @@ def with_least_time(timeline: pl.DataFrame, context: RunContext) -> pl.DataFrame
     least = pl.max_horizontal(read_us, flops / ranks / (_fastest_tflops(arch, gpu) * 1e6))
     is_known = (prefill + decode) > 0
     if settings.enable_prefix_caching is not False:
-        is_known &= ~pl.col("cycle_source").is_in(
-            [CycleSource.REQUEST.value, CycleSource.CLIENT.value]
-        ).fill_null(value=False)
+        is_known &= ~is_from(lambda source: source.from_requests)
     return timeline.with_columns(pl.when(is_known).then(least.cast(pl.Float64)).alias(LEAST_TIME))
 
 

@@ -17,8 +17,8 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, StringC
 
 from tracefit.errors import UsageError, known_names
 from tracefit.evaluator import MAX_FORMULA_CHARS
-from tracefit.features.columns import to_polars
-from tracefit.features.expressions import Name, names_in, parse_formula
+from tracefit.models.columns import with_formulas
+from tracefit.models.formulas import Name, names_in, parse_formula
 from tracefit.server.documents import (
     FiniteNumber,
     Text,
@@ -165,7 +165,7 @@ def add_features(
     """
     schema = frame.schema
     fixed = {name: value for name, value in constants.items() if name not in schema}
-    compiled = []
+    nodes = {}
     for feature in features.features:
         where = f"feature {feature.name} of set {features.name}"
         node = _parsed(feature.formula, where=where)
@@ -180,8 +180,8 @@ def add_features(
         if feature.name in schema and node != Name(feature.name):
             fault = "has the name of a column and other values"
             raise UsageError(fault, where=where, hint="rename the feature")
-        compiled.append(to_polars(node, fixed).alias(feature.name))
-    return frame.with_columns(compiled)
+        nodes[feature.name] = node
+    return with_formulas(frame, nodes, fixed)
 
 
 # Sets are compiled for every deployment, split and search step: their formulas stay the same.

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, get_args
 
 import polars as pl
 
+import tracefit.recordings  # noqa: F401 - declares the sources of recorded steps
 from tracefit.features.batches import add_batch_terms, batch_formulas
-from tracefit.features.expressions import names_in, parse_formula
 from tracefit.features.roofline import (
     LEAST_TIME,
     ROOFLINE_TERMS,
@@ -27,15 +27,16 @@ from tracefit.features.roofline import (
     work_formulas,
 )
 from tracefit.features.sets import FeatureSet, add_features
+from tracefit.models.formulas import names_in, parse_formula
 from tracefit.server.architecture import AttentionKind
 from tracefit.statistics import divided
 from tracefit.tables.schema import ENGINE, SERVER
-from tracefit.tables.sources import RECORDED, CycleSource
+from tracefit.tables.sources import DURATION, is_from
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from tracefit.features.targets import Target
+    from tracefit.models.targets import Target
     from tracefit.server.context import RunContext
 
 
@@ -188,7 +189,7 @@ def beta_rows(
         lags = {}
         timeline = timeline.with_columns(
             cycle_us=pl.col("duration_us").cast(pl.Float64),
-            cycle_source=pl.lit(CycleSource.DURATION.value),
+            cycle_source=pl.lit(DURATION.name),
             interval_steps=pl.lit(1, pl.Int64),
             cycle_sd_us=pl.lit(0.0),
             idle_after=pl.lit(value=False),
@@ -201,7 +202,7 @@ def beta_rows(
     flags = [pl.col(n).any(ignore_nulls=not is_duration).alias(n) for n in _FLAGS]
     # A duration may be that of schedule(), which is not the GPU's.
     least = pl.lit(None, pl.Float64) if is_duration else _mean_if_known(LEAST_TIME)
-    recorded = pl.col("composition_source").is_in(RECORDED).fill_null(value=False)
+    recorded = is_from(lambda source: source.is_stated, "composition_source")
     begins = pl.col("cycle_us").is_not_null() | pl.col("ts_start_ns").is_not_null() | recorded | is_duration
     other_engine = pl.any_horizontal(pl.col(name) != pl.col(name).shift(1) for name in ENGINE)
     # An interval begins at every step with a cycle or a known start, at every recorded step, and with every engine.

@@ -1,4 +1,4 @@
-"""Fit the targets of requests (queue wait, admission, departure): one model per `features.targets.Target`.
+"""Fit the targets of requests (queue wait, admission, departure): one model per `models.targets.Target`.
 
 A model takes one of the forms that its target declares. A form says which linear models the target consists of, and whether
 the wait for the next step boundary is added. The first form of a target follows from how the engine works; another form
@@ -25,9 +25,11 @@ from tracefit.fit.fitted import (
     RegimeRows,
     TooFewRows,
 )
-from tracefit.fit.results import Candidate, Comparison, Condition, Missing, TargetFacts
+from tracefit.fit.results import Missing
 from tracefit.fit.splits import MIN_TRAIN_ROWS, counted_rows, request_frame
 from tracefit.fit.train import fit_regimes
+from tracefit.models.schema import Comparison, Condition, TargetFacts
+from tracefit.models.validation import Candidate
 from tracefit.server.settings import INSTRUMENTED_VERSION, JOURNEY_FLAGS, journey_remedy
 from tracefit.tables.dialects import WITHOUT_EVENTS
 from tracefit.tables.schema import BETWEEN
@@ -36,7 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from tracefit.features.sets import Feature
-    from tracefit.features.targets import FormName, Target
+    from tracefit.models.targets import FormName, Target
 
 
 SOMEONE_WAITS = Condition(

@@ -18,7 +18,6 @@ import polars as pl
 
 from tracefit.features import training
 from tracefit.features.sets import POWER, WORK_MAX, FeatureSet
-from tracefit.features.targets import CYCLE_TIME, DURATION, RECORDED
 from tracefit.fit.fitted import (
     PENALTIES,
     DeploymentOptions,
@@ -42,15 +41,18 @@ from tracefit.fit.holdout import (
     with_load,
 )
 from tracefit.fit.noise import machine_noise
-from tracefit.fit.results import COVERED_SHARE, Candidate, Missing, StepTimeSource, TargetFacts
+from tracefit.fit.results import COVERED_SHARE, Missing, StepTimeSource
 from tracefit.fit.select import FOLDS
 from tracefit.fit.speed import with_speed
 from tracefit.fit.splits import PROMPT_FEATURES, counted_rows, mark_prefix_hits, step_frame
 from tracefit.fit.train import fit_regimes, mark_outliers, training_design
+from tracefit.models.schema import TargetFacts
+from tracefit.models.targets import CYCLE_TIME, DURATION
+from tracefit.models.validation import Candidate
 from tracefit.server.settings import ALL_SPANS, NO_PREFIX_CACHE, SGLANG_STEPS, context_remedy, step_remedy
 from tracefit.tables.dialects import SGLANG, STEP_EVENT
 from tracefit.tables.schema import ENGINE
-from tracefit.tables.sources import CycleSource, is_one_step
+from tracefit.tables.sources import ADJACENT, REQUEST, SOURCES, CycleSource, is_one_step, names_of
 from tracefit.timeline import is_at_recording_end
 
 if TYPE_CHECKING:
@@ -85,8 +87,6 @@ RECORD_LONGER = "record for longer under load, or let the log write fractions of
 _WITHOUT_GPU = {WORK_MAX.name, POWER.name}
 """Sets that compete only where no GPU is known."""
 
-_FPM = {CycleSource.FPM, CycleSource.FPM_GPU}
-
 _AHEAD = "scheduling runs a step ahead, so that a step's time is the cycle after its own start"
 
 _ESTIMATED_CONTEXT = (
@@ -102,7 +102,7 @@ _WITHOUT_CONTEXT = (
 
 def duration_cover(timeline: pl.DataFrame) -> StepTimeSource:
     """Measure the share of busy time that step durations cover; the target is not chosen yet."""
-    busy = timeline.filter((pl.col("cycle_source") == "adjacent") & ~pl.col("idle_after"))
+    busy = timeline.filter((pl.col("cycle_source") == ADJACENT.name) & ~pl.col("idle_after"))
     total = float(busy["cycle_us"].sum())
     if not busy.height or total <= 0:
         return StepTimeSource(None, None, None)
@@ -118,9 +118,9 @@ def choose_target(
         return wanted, "asked for"
     if cover.duration_coverage is None or cover.median_duration_us is None:
         evidence = {
-            "each record of a step has its time": any(source.is_recorded for source in sources),
-            "the server's log has a line for each step": any(source.is_logged for source in sources),
-            "steps are counted from the times of the requests": CycleSource.REQUEST in sources,
+            "each record of a step has its time": any(source.is_stated for source in sources),
+            "the server's log has a line for each step": any(source.is_stamped for source in sources),
+            "steps are counted from the times of the requests": REQUEST in sources,
             "no two consecutive steps in the sample with a step.duration_us to compare": True,
         }
         return "clock", next(why for why, applies in evidence.items() if applies)
@@ -143,8 +143,8 @@ def fit_step_times(
         remedy = SGLANG_STEPS if SGLANG in tables.requests["dialect"] else step_remedy(stock=tables.is_stock)
         without = "; ".join(tables.missing_attributes(_SUMMARY)) or "the traces hold no step events"
         return cover, Missing(target.model, without, remedy)
-    sources = {CycleSource(source) for source in tables.timeline["cycle_source"].drop_nulls().unique()}
-    logged = any(source.is_logged for source in sources)
+    sources = {SOURCES[source] for source in tables.timeline["cycle_source"].drop_nulls().unique()}
+    logged = any(source.is_stamped for source in sources)
     time_source, why = choose_target(cover, options.beta_target, sources)
     source = replace(cover, beta_target_source=time_source, beta_target_reason=why)
     if context.gpu is not None and len(sets) > 1:
@@ -153,7 +153,7 @@ def fit_step_times(
         sets = [candidate for candidate in sets if candidate.name not in _WITHOUT_GPU]
     variants = [_variants(one) for one in sets]
     offered = {feature.name: feature for tried in variants for one in tried for feature in one.features}
-    may_hit = CycleSource.REQUEST in sources and context.settings.enable_prefix_caching is not False
+    may_hit = REQUEST in sources and context.settings.enable_prefix_caching is not False
     helpers = (*LOAD_FEATURES, *(PROMPT_FEATURES if may_hit else ()))
     every = FeatureSet("offered", (*offered.values(), *helpers))
     timeline = training.with_roofline(tables.timeline, context)
@@ -172,15 +172,14 @@ def fit_step_times(
         remedy = RECORD_LONGER if logged else more
         return source, Missing(target.model, too_few, remedy)
     notes = [f"feature set {features.name} chosen: {SET_RULE}"] if candidates else []
-    if "request" in rows["source"]:
+    if REQUEST.name in rows["source"]:
         notes += _notes_on_counted_steps(tables, whole_prompts)
     if unknown:
         notes.append(f"servers without a known step are left out: {unknown}")
     notes += beyond_training(result.terms, tables.timeline)
     if tables.timeline["context_estimated"].any():
         notes.append(_ESTIMATED_CONTEXT)
-    if _FPM & sources:
-        notes += _notes_on_records(tables, deployment)
+    notes += _notes_on_records(sources, tables, deployment)
     if logged and not tables.timeline["context_tokens"].count():
         notes.append(f"{_WITHOUT_CONTEXT}; {_context_remedy(tables)}")
     budget = context.settings.max_num_batched_tokens
@@ -213,14 +212,14 @@ def fit_step_times(
 def _target_facts(
     name: str, time_source: TimeSource, sources: Collection[CycleSource], *, runs_ahead: bool
 ) -> TargetFacts:
-    """Return the definition of each kind of step time, records before lines of a log."""
+    """Return the definition of each kind of step time, stated times before those between stamps."""
     if time_source == "duration":
         return TargetFacts(name=name, definition=DURATION.definition, source=DURATION.source)
-    kinds = sorted(s for s in sources if s.is_recorded) + sorted(s for s in sources if s.is_logged)
+    kinds = sorted((s for s in sources if s.interval), key=lambda source: (source.is_stamped, source.name))
     clock = [CYCLE_TIME.definition] if len(sources) > len(kinds) else []
-    definitions = [*clock, *(RECORDED[kind] for kind in kinds), *([_AHEAD] if runs_ahead else [])]
-    is_fpm = not _FPM.isdisjoint(sources) and all(s.is_recorded for s in sources)
-    source = "forward_pass_metrics" if is_fpm else CYCLE_TIME.source
+    definitions = [*clock, *(kind.interval for kind in kinds), *([_AHEAD] if runs_ahead else [])]
+    of_records = [s.target_source for s in kinds if s.target_source != CYCLE_TIME.source]
+    source = of_records[0] if of_records and all(s.is_stated for s in sources) else CYCLE_TIME.source
     return TargetFacts(name=name, definition="; ".join(definitions), source=source)
 
 
@@ -247,11 +246,17 @@ def _notes_on_counted_steps(tables: DeploymentTables, whole_prompts: dict[str, f
         yield f"{on_steps:,} of {requests:,} requests are placed on steps"
 
 
-def _notes_on_records(tables: DeploymentTables, deployment: Deployment) -> Iterator[str]:
+def _notes_on_records(
+    sources: Collection[CycleSource], tables: DeploymentTables, deployment: Deployment
+) -> Iterator[str]:
     """Yield the limits of recorded steps."""
-    yield "ForwardPassMetrics count no decode tokens: one for each decode request is assumed"
+    yield from dict.fromkeys(
+        note for source in sorted(sources, key=lambda source: source.name) for note in source.notes
+    )
+    if not any(source.is_by_rank for source in sources):
+        return
     ranks = deployment.context.settings.data_parallel or 1
-    servers = tables.runs.filter(pl.col("dialects").is_in(list(RECORDED)))
+    servers = tables.runs.filter(pl.col("dialects").is_in(names_of(lambda source: source.interval)))
     fewest = servers.group_by("run_id").len()["len"].min()
     if isinstance(fewest, int) and fewest < ranks:
         yield (

@@ -20,9 +20,10 @@ import polars as pl
 
 from tracefit.fit.estimators import RobustLinear
 from tracefit.fit.fitted import FittedBoundary, predict_regimes, target_of
-from tracefit.fit.results import Burst, admitted_us
 from tracefit.fit.splits import MIN_TRAIN_ROWS, counted_rows
 from tracefit.fit.validation import coverage_pct, measure, prediction_interval, reference, skill, within_5_pct
+from tracefit.models.evaluate import admitted_us
+from tracefit.models.validation import Burst
 from tracefit.tables.schema import ENGINE, SERVER
 
 if TYPE_CHECKING:
@@ -144,9 +145,7 @@ def admission_with_clock(
     start = np.where(np.isnan(start), interpolated, start)
     idle = _queued_at_once(rows, clocks[0], wait_us, done_us)
     until = np.where(idle, np.nan, (start - rows["ts_ns"].to_numpy()) / 1e3)
-    times = pl.DataFrame({"start_us": pl.Series(until, nan_to_null=True), "done_us": done_us})
-    predicted = times.select(admitted_us(pl.col("start_us"), pl.col("done_us"), offset_us)).to_series()
-    return predicted.to_numpy(), ~np.isnan(until) | idle
+    return admitted_us(until, done_us, offset_us), ~np.isnan(until) | idle
 
 
 def mean_residual(timeline: pl.DataFrame, train: pl.DataFrame) -> tuple[float, float]:

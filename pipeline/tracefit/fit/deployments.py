@@ -16,10 +16,9 @@ import polars as pl
 from threadpoolctl import threadpool_limits
 
 from tracefit.errors import unexpected
-from tracefit.features import targets, training
+from tracefit.features import training
 from tracefit.features.roofline import LEAST_TIME
 from tracefit.features.sets import BUILT_IN, Feature, FeatureSet
-from tracefit.features.targets import CYCLE_TIME
 from tracefit.features.training import MOST_TOO_FAST, is_too_fast
 from tracefit.fit import splits
 from tracefit.fit.alpha import fit_target
@@ -36,18 +35,26 @@ from tracefit.fit.fitted import (
 )
 from tracefit.fit.holdout import summed_holdout
 from tracefit.fit.latency import compose_latencies
-from tracefit.fit.results import AcrossResult, ComposedLatencies, LeftOutErrors, LeftOutKind, Missing
+from tracefit.fit.results import (
+    AcrossResult,
+    ComposedLatencies,
+    LeftOutErrors,
+    LeftOutKind,
+    Missing,
+)
 from tracefit.fit.splits import counted_rows, step_frame
 from tracefit.fit.train import fit_linear, fit_regimes
 from tracefit.fit.validation import measure
+from tracefit.models import targets
+from tracefit.models.targets import CYCLE_TIME
 from tracefit.server.settings import merge, settings_from
-from tracefit.tables.sources import CycleSource
+from tracefit.tables.sources import is_from
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from tracefit.fit.fitted import DeploymentOptions, DeploymentTables
-    from tracefit.fit.results import Metrics
+    from tracefit.models.validation import Metrics
     from tracefit.server.context import Deployment
 
 
@@ -128,8 +135,8 @@ def with_seen_limits(deployment: Deployment, timeline: pl.DataFrame) -> tuple[De
     Batches that follow from requests do not count: they are worked out, and may include prefix-cache hits. The id of the deployment stays.
     """
     context, stated = deployment.context, deployment.context.settings.values()
-    inferred = pl.col("cycle_source").is_in([CycleSource.REQUEST.value, CycleSource.CLIENT.value])
-    fullest = timeline.filter(~inferred.fill_null(value=False)).select(
+    inferred = is_from(lambda source: source.from_requests)
+    fullest = timeline.filter(~inferred).select(
         expression.max().alias(name) for name, (_, expression) in _SEEN.items()
     )
     above: dict[str, int] = {}

@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import polars as pl
 
-from tracefit.features.targets import CYCLE_TIME, DURATION, StepTarget
-from tracefit.fit.results import ALWAYS, NO_INTERVAL, Term, line_expression
+from tracefit.models.columns import held, summed
+from tracefit.models.schema import ALWAYS, Term
+from tracefit.models.targets import CYCLE_TIME, DURATION, StepTarget
+from tracefit.models.validation import NO_INTERVAL
 from tracefit.server.settings import without_attribute
 from tracefit.tables.runs import are_stock
 
@@ -26,20 +28,20 @@ if TYPE_CHECKING:
     from tracefit.features.sets import Feature
     from tracefit.fit.estimators import Penalty, Positive
     from tracefit.fit.results import (
-        Collinearity,
         ComposedLatencies,
-        Condition,
         Missing,
-        Number,
-        OmittedFeature,
         Overload,
         PenaltyChoice,
-        PredictionInterval,
         StepTimeSource,
         SummedTime,
-        TargetFacts,
-        Validation,
     )
+    from tracefit.models.schema import (
+        Condition,
+        Number,
+        OmittedFeature,
+        TargetFacts,
+    )
+    from tracefit.models.validation import Collinearity, PredictionInterval, Validation
     from tracefit.options import BetaTarget
     from tracefit.server.context import Deployment
     from tracefit.statistics import Flags, Integers, Matrix, Vector
@@ -214,8 +216,7 @@ class FittedRegime:
 
     def predict(self, rows: pl.DataFrame) -> Vector:
         """Predict the rows of a training frame, clipped at 0; shape (n,)."""
-        clipped = line_expression(self.intercept, self.terms).clip(lower_bound=0.0)
-        return rows.with_columns(_predicted=clipped)["_predicted"].to_numpy()
+        return np.maximum(summed(rows, self.intercept, self.terms), 0.0)
 
 
 def predict_regimes(regimes: Sequence[FittedRegime], rows: pl.DataFrame) -> Vector:
@@ -226,7 +227,7 @@ def predict_regimes(regimes: Sequence[FittedRegime], rows: pl.DataFrame) -> Vect
 def active_regime(regimes: Sequence[FittedRegime], rows: pl.DataFrame) -> Integers:
     """Return the index of the regime that predicts each row; shape (n,)."""
     # The condition of the last one holds for every row.
-    return np.asarray(np.argmax([which(rows, r.regime.when.expression()) for r in regimes], axis=0))
+    return np.asarray(np.argmax([held(rows, r.regime.when) for r in regimes], axis=0))
 
 
 FREE = "free"

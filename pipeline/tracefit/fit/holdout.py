@@ -31,18 +31,26 @@ from tracefit.fit.fitted import (
     target_of,
 )
 from tracefit.fit.load import with_phases
-from tracefit.fit.results import ErrorOverLoad, LoadBin, LoadExtrapolation, Number, StepPhase, SummedTime
+from tracefit.fit.results import SummedTime
 from tracefit.fit.select import Design, estimator, time_blocks, usable_features
 from tracefit.fit.splits import MIN_HOLDOUT_ROWS, MIN_TRAIN_ROWS, counted_rows, evaluation_rows, in_time
 from tracefit.fit.train import MAX_UNKNOWN_SHARE, design_of, server_numbers
 from tracefit.fit.validation import extrapolated_rows, measure, reference
+from tracefit.models.schema import Number
+from tracefit.models.validation import (
+    ErrorOverLoad,
+    LoadBin,
+    LoadExtrapolation,
+    StepPhase,
+)
 from tracefit.tables.schema import ENGINE, SERVER
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from tracefit.fit.fitted import FittedRegime, LinearFit
-    from tracefit.fit.results import Metrics, Term
+    from tracefit.models.schema import Term
+    from tracefit.models.validation import Metrics
     from tracefit.statistics import Flags, Integers, Matrix, Vector
 
 FEWEST_BLOCKS = 10

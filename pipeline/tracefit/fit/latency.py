@@ -21,14 +21,21 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import polars as pl
 
-from tracefit.features import targets, training
+from tracefit.features import training
 from tracefit.features.sets import FeatureSet
 from tracefit.fit.boundary import predict_admission
 from tracefit.fit.fitted import predict_regimes
 from tracefit.fit.holdout import refit_on_holdout
 from tracefit.fit.load import with_phases
-from tracefit.fit.results import NO_ROWS, ComposedLatencies, Latency, LatencyErrors, Metrics, PhaseErrors
+from tracefit.fit.results import (
+    ComposedLatencies,
+    Latency,
+    LatencyErrors,
+    PhaseErrors,
+)
 from tracefit.fit.validation import distribution, measure
+from tracefit.models import targets
+from tracefit.models.validation import NO_ROWS, Metrics
 from tracefit.statistics import sum_if_all_known
 from tracefit.tables.requests import is_cut_off
 from tracefit.tables.schema import ENGINE, REQUEST, SERVER

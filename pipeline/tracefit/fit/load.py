@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import polars as pl
 
-from tracefit.fit.results import Overload, Phase, QueuePeriod
+from tracefit.fit.results import Overload, QueuePeriod
+from tracefit.models.validation import Phase
 from tracefit.tables.schema import SERVER
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import math
 import numpy as np
 import polars as pl
 
-from tracefit.fit.results import MachineNoise
+from tracefit.models.validation import MachineNoise
 from tracefit.tables.schema import SERVER
 
 NEAR_S = (1.0, 20.0)

@@ -17,7 +17,9 @@ import polars as pl
 from tracefit.features.sets import PADDED, PRODUCTS
 from tracefit.fit.estimators import MAX_ITER, RobustLinear, line, moments, standardised
 from tracefit.fit.fitted import PENALTIES
-from tracefit.fit.results import Collinearity, OmittedFeature, PenaltyChoice
+from tracefit.fit.results import PenaltyChoice
+from tracefit.models.schema import OmittedFeature
+from tracefit.models.validation import Collinearity
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -16,9 +16,9 @@ import polars as pl
 
 from tracefit.fit.estimators import RobustLinear
 from tracefit.fit.fitted import matrix, target_of
-from tracefit.fit.results import SpeedVariation
 from tracefit.fit.select import usable_features
 from tracefit.fit.splits import MIN_TRAIN_ROWS
+from tracefit.models.validation import SpeedVariation
 from tracefit.statistics import SD_OF_MEDIAN, robust_sd
 from tracefit.tables.schema import SERVER
 

@@ -16,15 +16,15 @@ import polars as pl
 from tracefit.features import training
 from tracefit.features.sets import Feature, FeatureSet, add_features
 from tracefit.tables.schema import ENGINE, SERVER
-from tracefit.tables.sources import MEANS, CycleSource
+from tracefit.tables.sources import REQUEST, is_from, names_of
 from tracefit.timeline import longest_whole_prompt
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from tracefit.features.targets import Target
     from tracefit.fit.fitted import DeploymentTables
-    from tracefit.fit.results import Validation
+    from tracefit.models.targets import Target
+    from tracefit.models.validation import Validation
 
 TRAIN_SHARE = 0.7
 WARM_UP_STEPS = 20
@@ -132,7 +132,7 @@ def mark_prefix_hits(rows: pl.DataFrame) -> tuple[pl.DataFrame, dict[str, float]
     """
     whole_prompts: dict[str, float] = {}
     plain = rows.rename(lambda name: name.removeprefix("hit_"))
-    by_request = plain.filter(pl.col("excluded_reason").is_null(), source=CycleSource.REQUEST.value)
+    by_request = plain.filter(pl.col("excluded_reason").is_null(), source=REQUEST.name)
     for (_, server), part in by_request.group_by(SERVER, maintain_order=True):
         longest = longest_whole_prompt(part.drop_nulls(["decodes", "contexts", "prompts", "prompt_tokens"]))
         if longest is not None:
@@ -175,7 +175,7 @@ def keep_sweep(rows: pl.DataFrame, timeline: pl.DataFrame) -> pl.DataFrame:
     steps = rows.with_row_index("_row").join(
         work_of, on=[*ENGINE, "step_id"], how="left", maintain_order="left"
     )
-    recorded = pl.col("source") == CycleSource.FPM.value
+    recorded = is_from(lambda source: source.has_sweep, "source")
     early = recorded & (pl.col("excluded_reason") == WARM_UP)
     compared = steps.filter(recorded & (pl.col("excluded_reason").is_null() | early))
     compared = compared.gather_every(max(1, -(-compared.height // _MOST_COMPARED)))
@@ -208,5 +208,6 @@ def of_means(validation: Validation | None) -> bool:
     equations = validation.held_out_equations if validation else None
     if equations is None:
         return False
-    means = sum(equations.rows_by_source.get(source, 0) for source in MEANS)
+    of_several = names_of(lambda source: not source.is_one_step)
+    means = sum(equations.rows_by_source.get(source, 0) for source in of_several)
     return equations.per_equation.n - means < FEW_ROWS

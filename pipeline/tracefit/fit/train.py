@@ -30,7 +30,6 @@ from tracefit.fit.fitted import (
     target_of,
     which,
 )
-from tracefit.fit.results import ALWAYS, LearningPoint, Number, OmittedFeature
 from tracefit.fit.select import (
     ENOUGH_ROWS,
     FOLDS,
@@ -43,6 +42,9 @@ from tracefit.fit.select import (
 from tracefit.fit.speed import SPEED
 from tracefit.fit.splits import MIN_HOLDOUT_ROWS, MIN_TRAIN_ROWS, counted_rows, evaluation_rows
 from tracefit.fit.validation import equation_errors, measure, prediction_interval, validate
+from tracefit.models.columns import held
+from tracefit.models.schema import ALWAYS, Number, OmittedFeature
+from tracefit.models.validation import LearningPoint
 from tracefit.statistics import robust_sd
 from tracefit.tables.schema import SERVER
 
@@ -51,7 +53,7 @@ if TYPE_CHECKING:
 
     from tracefit.features.sets import Feature
     from tracefit.fit.fitted import FitOptions
-    from tracefit.fit.results import PredictionInterval
+    from tracefit.models.validation import PredictionInterval
     from tracefit.statistics import Flags, Integers, Matrix, Vector
 
 MAX_UNKNOWN_SHARE = 0.05
@@ -142,14 +144,16 @@ def _fit_each(
     results: list[FittedRegime] = []
     designs: list[Design] = []
     for regime in regimes:
-        holds = regime.when.expression()
+        holds = held(used, regime.when)
         matching = used.filter(holds)
         if matching.height < MIN_TRAIN_ROWS:
             continue
         used = used.filter(~holds)
         columns = [f for f in regime.features if f.name in usable]
         lacking = [x for x in unknown if x.feature in {f.name for f in regime.features}]
-        fitted, design = _fit_one(matching, outlying.filter(holds), regime, columns, options)
+        fitted, design = _fit_one(
+            matching, outlying.filter(held(outlying, regime.when)), regime, columns, options
+        )
         left_out = tuple(_with_range(x, matching) for x in (*lacking, *fitted.features_left_out))
         results.append(replace(fitted, features_left_out=left_out))
         designs.append(design)

@@ -23,10 +23,10 @@ from tracefit.fit.fitted import (
     target_of,
     which,
 )
-from tracefit.fit.results import (
+from tracefit.fit.results import Distribution
+from tracefit.models.validation import (
     NO_ROWS,
     Classifier,
-    Distribution,
     EquationErrors,
     Metrics,
     PredictionInterval,

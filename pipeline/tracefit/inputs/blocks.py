@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,7 +18,7 @@ from tracefit.inputs.compression import USUAL, Expansion, Gap, Piece, compressio
 from tracefit.inputs.files import cannot_open, read_fully
 from tracefit.inputs.formats import HEAD_BYTES, JUNK_EDGE_BYTES, Contents, begins_json_traces, detect_format
 from tracefit.inputs.framing import Shape, next_record, whole_records
-from tracefit.inputs.rejects import Encoding, Reject, excerpt
+from tracefit.inputs.rejects import Encoding, Reject, Rejects, TooManyRejectsError
 from tracefit.options import IngestOptions, named
 
 if TYPE_CHECKING:
@@ -94,19 +95,17 @@ def read_blocks(
     Raises:
         UsageError: If the file cannot be opened or read to its end.
     """
-    rejects = 0
+    rejects = Rejects(options, file.name)
     chunk_bytes = max(options.block_bytes, _SMALLEST_READ_BYTES)
     bounds = replace(bounds, chunk_bytes=min(bounds.chunk_bytes, chunk_bytes))
     with file.open(on_read=on_read, content_hash=content_hash) as raw:
         splitter = _Splitter(file, options, bounds, pieces(raw, bounds), by_path=by_path)
-        for item in splitter.blocks():
-            yield item
-            rejects += isinstance(item, Reject)
-            if rejects >= options.max_rejects:
-                yield Reject(
-                    file.name, 0, 0, f"more than {options.max_rejects} rejects: the rest is not read"
-                )
-                return
+        with suppress(TooManyRejectsError):
+            for item in splitter.blocks():
+                yield item
+                rejects.count(int(isinstance(item, Reject)))
+    if rejects.is_full:
+        yield rejects.rest()
 
 
 def inspect_file(file: TraceFile, bounds: Expansion = USUAL, *, is_shape_needed: bool = True) -> Contents:
@@ -229,7 +228,10 @@ class _Splitter:
             return
         if self.contents.recording and not self.contents.recording.decode:
             yield Reject(
-                self._file.name, 0, self._file.size, f"{self.contents}: they are read from kv_events*"
+                self._file.name,
+                0,
+                self._file.size,
+                f"{self.contents}: they are read from {self.contents.recording.file_name}*",
             )
             return
         if shape == "empty":
@@ -307,7 +309,6 @@ class _Splitter:
                 end = len(self._buffer)
                 break
         self._drop(end)
-        outline = (
-            excerpt(begins, encoding, show_values=self._options.show_values) if encoding == "json" else ""
-        )
+        rejects = Rejects(self._options, encoding=encoding)
+        outline = rejects.excerpt(begins) if encoding == "json" else ""
         yield Reject(self._file.name, start, self._offset - start, reason, outline)

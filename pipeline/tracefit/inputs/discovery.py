@@ -39,6 +39,7 @@ from tracefit.inputs.folders import (
     find_remote,
     open_filesystem,
 )
+from tracefit.inputs.formats import asked_for, is_beside
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -46,7 +47,6 @@ if TYPE_CHECKING:
 STDIN = "-"
 
 _TRACE_NAME = re.compile(r"traces.*\.(json|jsonl|binpb|pb)(\.(gz|zst))?")
-_KV_NAME = re.compile(r"kv_events.*\.(jsonl|json|msgpack|bin)(\.(gz|zst))?")
 _KEYED_FOLDER = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*=.*")
 _YEAR, _TWO_DIGITS = re.compile(r"(19|20)\d\d"), re.compile(r"\d\d")
 _LOOSE_SUFFIXES = re.compile(r"(\.(json|jsonl|binpb|pb|gz|zst))+$")
@@ -165,7 +165,7 @@ class _FileFinder:
                     runs += self._runs_in(match)
                     continue
                 # A remote file is read once, while it is copied: its signal is checked then.
-                if match.filesystem is None and not _matches(_KV_NAME, match):
+                if match.filesystem is None and not is_beside(_base_name(match)):
                     refuse_other_signal(match)
                 named.append(match)
         known = {file.place for run in runs for file in (*run.trace_files, *run.kv_files)}
@@ -243,7 +243,7 @@ class _FileFinder:
         kv_files: dict[FolderParts, list[TraceFile]] = {}
         for parts, file in folder.files:
             run = _run_folder(parts[:-1], configured)
-            if _matches(_KV_NAME, file):
+            if is_beside(_base_name(file)):
                 kv_files.setdefault(run, []).append(file)
             elif parts not in configs and (kind := self._kind_of(file)):
                 (traces if kind == "decoded" else kv_files).setdefault(run, []).append(file)
@@ -260,8 +260,7 @@ class _FileFinder:
             raise UsageError(
                 f"holds no trace files{''.join(reasons)}",
                 where=folder.name,
-                hint="a run folder has traces*.json, .jsonl, .binpb or .pb, a recording of ForwardPassMetrics, vLLM's "
-                "log with --enable-logging-iteration-details, or a load generator's log, plain or with .gz or .zst",
+                hint=f"a run folder has traces*.json, .jsonl, .binpb or .pb, {asked_for()}, plain or with .gz or .zst",
             )
         return [
             self._run(
@@ -380,9 +379,9 @@ def _matches(pattern: re.Pattern[str], file: TraceFile) -> bool:
 
 
 def _is_beside(file: TraceFile) -> bool:
-    """Return whether a file that was named holds KV-cache events; one in a bucket goes by its name."""
-    if _matches(_KV_NAME, file) or file.filesystem is not None:
-        return _matches(_KV_NAME, file)
+    """Return whether a file that was named is read when the run's tables are built; one in a bucket goes by its name."""
+    if (is_named := is_beside(_base_name(file))) or file.filesystem is not None:
+        return is_named
     recording = inspect_file(file).recording
     return recording is not None and recording.decode is None
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tracefit.inputs import otlp_wire as wire
 from tracefit.inputs.framing import BOM, RECORD_START, Shape, next_record, records
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
     from tracefit.inputs.compression import Compression
     from tracefit.inputs.otlp_wire import Signal
-    from tracefit.inputs.rejects import Reject
 
 HEAD_BYTES = 4 << 20
 """Bytes examined. A file with a longer first record is recognised by its JSON keys, or not at all."""
@@ -34,6 +33,7 @@ JUNK_EDGE_BYTES = 64 << 10
 _TRACES_KEY = re.compile(rb'"(?:resourceSpans|resource_spans|batches)"\s*:')
 _OTHER_SIGNAL = re.compile(rb'(?:\xef\xbb\xbf)?[\s\[]*\{\s*"resource_?(logs|metrics)"\s*:', re.IGNORECASE)
 _EMPTY_JSON = re.compile(rb"(?:\xef\xbb\xbf)?(?:\s*(?:\{\s*\}|\[\s*\]))+\s*")
+_BESIDE_SUFFIX = re.compile(r"\.(jsonl|json|msgpack|bin)(\.(gz|zst))?$")
 _MAX_LINES = 1000
 
 _SHAPE_WORDS: dict[Shape, str] = {
@@ -62,10 +62,16 @@ class Recording:
         clock: Its clock, and how that compares with others.
         message_start: Pattern of the beginning of a message, if its shape is `messages`.
         header: Returns the last line of some content that names the columns, for tables; empty if no line does.
-        decode: Decodes a block and its bytes, given `show_values` and `max_rejects`, into rows of steps
-            (columns as `tables.rows.RECORDED_STEPS` without `file`), rejects, requests as spans, if it
-            has any, and a function that returns the keys of its first request. Null if its files are
-            read when the run's tables are built.
+        decode: Decodes a block and its bytes, given the `Rejects` that receive the records which cannot be read, into
+            rows of steps (columns as `tables.rows.RECORDED_STEPS` without `file`), requests as spans, if it has any,
+            and a function that returns the keys of its first request. Null if its files are read when the run's
+            tables are built.
+        read: Reads such files of a run, given the `IngestOptions`.
+        fill: Adds what `read` returned to the run's tables, given those by name, `run_id` and `block_size`; returns the
+            tables that change.
+        sources: The sources of the times of its steps, as `tables.sources` declares them.
+        asked: A file of it in words, for a user who has none.
+        file_name: The beginning of the names of its files, where names count.
         lacks: The values that its requests never have, of those that `tables.unread` counts.
     """
 
@@ -77,14 +83,29 @@ class Recording:
     clock: str
     message_start: re.Pattern[bytes] | None = None
     header: Callable[[bytes], bytes] | None = None
-    decode: (
-        Callable[..., tuple[pl.DataFrame, list[Reject], pl.DataFrame | None, Callable[[], list[str]]]] | None
-    ) = None
+    decode: Callable[..., tuple[pl.DataFrame, pl.DataFrame | None, Callable[[], list[str]]]] | None = None
     lacks: tuple[str, ...] = ()
+    read: Callable[..., Any] | None = None
+    fill: Callable[..., dict[str, pl.DataFrame]] | None = None
+    sources: tuple[str, ...] = ()
+    asked: str = ""
+    file_name: str = ""
 
 
 RECORDINGS: dict[str, Recording] = {}
 """Formats of recordings by name, in the order they are tried."""
+
+
+def asked_for() -> str:
+    """Return the files of recordings in words, each once."""
+    *most, last = sorted({recording.asked for recording in RECORDINGS.values() if recording.asked})
+    return f"{', '.join(most)} or {last}"
+
+
+def is_beside(name: str) -> bool:
+    """Return whether a file has the name of a recording that is read when the run's tables are built."""
+    names = (recording.file_name for recording in RECORDINGS.values() if not recording.decode)
+    return any(name.startswith(begin) and _BESIDE_SUFFIX.search(name) for begin in names if begin)
 
 
 def register(recording: Recording) -> Recording:

@@ -1,5 +1,8 @@
 """The record of unreadable input: a `Reject` with its position and reason, and an excerpt without private data.
 
+`Rejects` collects those of a file, or of a block of it, and says when there are too many: readers and decoders ask it, and
+know neither the limit nor what an excerpt may show.
+
 An excerpt shows the structure of a record and its keys. Strings and numbers, which can hold prompts, appear only if
 the user asks for values.
 """
@@ -12,6 +15,9 @@ from itertools import islice
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
+
+from tracefit.errors import TracefitError
+from tracefit.options import IngestOptions, flag_of, named
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -56,6 +62,99 @@ class Reject:
     reason: str
     excerpt: str = ""
     count: int = 1
+
+
+class TooManyRejectsError(TracefitError):
+    """A file has as many rejects as are listed: the rest of it is not read."""
+
+
+class Rejects:
+    """The rejects of one file, or of one block of it, up to the limit.
+
+    A file is read to its end, or to as many rejects as `IngestOptions.max_rejects`. Blocks are decoded apart, each to as many at
+    most, and the reader of their file counts them in its order: the result is the same in one process and in several.
+
+    Args:
+        options: The limit, and whether excerpts show values.
+        source_file: The file, as the user knows it.
+        offset: Where the block begins in the decompressed file.
+        encoding: The expected encoding of its records.
+    """
+
+    def __init__(
+        self, options: IngestOptions, source_file: str = "", offset: int = 0, encoding: Encoding = "json"
+    ) -> None:
+        self._most = options.max_rejects
+        self._show_values = options.show_values
+        self._file, self._offset, self._encoding = source_file, offset, encoding
+        self._count = 0
+        self._listed: list[Reject] = []
+
+    @property
+    def is_full(self) -> bool:
+        """Whether there are as many as are listed: no more is read."""
+        return self._count >= self._most
+
+    def add(
+        self,
+        offset: int,
+        record: bytes,
+        reason: str,
+        *,
+        shown: bytes | None = None,
+        length: int | None = None,
+    ) -> None:
+        """List a record.
+
+        Args:
+            offset: Where it begins in the block.
+            record: Its bytes.
+            reason: The fault.
+            shown: The bytes that the excerpt is of, if not the record.
+            length: Its length, if the bytes are only a part of it.
+
+        Raises:
+            TooManyRejectsError: It is the last reject that is listed.
+        """
+        text = self.excerpt(record if shown is None else shown)
+        size = len(record) if length is None else length
+        self.include(Reject(self._file, self._offset + offset, size, reason, text))
+
+    def include(self, reject: Reject) -> None:
+        """List a reject that is made already.
+
+        Raises:
+            TooManyRejectsError: It is the last one that is listed.
+        """
+        self._listed.append(reject)
+        self.count(1)
+
+    def count(self, rejects: int) -> None:
+        """Count rejects that are listed elsewhere, as those of a decoded block are.
+
+        Raises:
+            TooManyRejectsError: There are now as many as are listed.
+        """
+        self._count += rejects
+        if rejects and self.is_full:
+            raise TooManyRejectsError(self._rest_is_not_read(named(IngestOptions, "max_rejects")))
+
+    def take(self) -> list[Reject]:
+        """Return the listed rejects since the last call; they still count."""
+        taken, self._listed = self._listed, []
+        return taken
+
+    def excerpt(self, payload: bytes) -> str:
+        """Return the outline of a record, or its beginning if the user asks for values."""
+        return excerpt(payload, self._encoding, show_values=self._show_values)
+
+    def rest(self, offset: int = 0) -> Reject:
+        """Return the reject that stands for the part of a file, from an offset on, that is not read."""
+        reason = self._rest_is_not_read(flag_of(IngestOptions, "max_rejects"))
+        return Reject(self._file, offset, 0, reason)
+
+    def _rest_is_not_read(self, limit: str | None) -> str:
+        return f"more than {self._most} rejects: the rest of the file is not read ({limit} sets the limit)"
 
 
 def excerpt(payload: bytes, encoding: Encoding, *, show_values: bool = False) -> str:

@@ -6,7 +6,6 @@ that divides a record into scopes and parses its spans down to the event; this o
 
 from __future__ import annotations
 
-from collections import Counter
 from contextlib import suppress
 from dataclasses import astuple, dataclass, field
 from functools import partial
@@ -18,7 +17,7 @@ import polars as pl
 import pyarrow as pa
 
 from tracefit.inputs.framing import next_record, records
-from tracefit.inputs.rejects import Reject, excerpt, is_name
+from tracefit.inputs.rejects import Reject, Rejects, TooManyRejectsError, is_name
 from tracefit.otlp import json_records, layouts
 from tracefit.otlp.model import (
     AddReject,
@@ -28,7 +27,6 @@ from tracefit.otlp.model import (
     Origin,
     Pairs,
     Span,
-    TooManyRejectsError,
     kind_name,
     scalar_text,
     status_name,
@@ -144,12 +142,13 @@ class SpanBatch:
 
 
 class _Record(NamedTuple):
-    """A record with its origin: the number of its block, its offset in the decompressed file, and its shape."""
+    """A record with its origin: the number of its block, its offset in the decompressed file, and its shape; and the rejects of its block."""
 
     file: int
     offset: int
     payload: bytes
     shape: Shape
+    rejects: Rejects
 
 
 class _ScopePiece(NamedTuple):
@@ -209,10 +208,11 @@ def decode_blocks(
     encoding = _encoding(blocks[0][1].encoding if blocks else "json")
     decoder = _BatchDecoder(encoding, wanted, options, limits, rejects)
     for file, block, payload in blocks:
+        of_block = decoder.rejects_of(file)
         for item in records(payload, block.shape):
-            if decoder.rejected[file] >= options.max_rejects:
+            if of_block.is_full:
                 break  # the reader of the file counts its rejects, and reports the limit
-            record = _Record(file, block.offset + item.offset, item.payload, block.shape)
+            record = _Record(file, block.offset + item.offset, item.payload, block.shape, of_block)
             yield from decoder.add(record, item.fault)
     yield from decoder.flush()
 
@@ -248,14 +248,20 @@ class _BatchDecoder:
         limits: DecodeLimits,
         rejects: Sequence[tuple[int, Reject]],
     ) -> None:
-        self.rejected: Counter[int] = Counter()
         self._encoding = encoding
         self._wanted = wanted
         self._options = options
         self._limits = limits
         self._collected: list[_ScopePiece] = []
-        self._rejects = list(rejects)
+        self._between = list(rejects)
+        self._rejects: dict[int, Rejects] = {}
+        self._rejected = len(rejects)  # since the last batch
         self._size = self._spans = 0
+
+    def rejects_of(self, file: int) -> Rejects:
+        """Return the rejects of a block, by its number."""
+        # Offsets of records are those in the file.
+        return self._rejects.setdefault(file, Rejects(self._options, encoding=self._encoding.NAME))
 
     def add(self, record: _Record, fault: str) -> Iterator[SpanBatch]:
         """Collect the spans of one record, or reject it for its fault; yield full batches."""
@@ -270,19 +276,14 @@ class _BatchDecoder:
                 is_many = self._spans >= limits.max_spans or len(self._collected) >= limits.max_pieces
                 if self._size >= enough or is_many:
                     yield from self.flush()
-        if len(self._rejects) >= limits.max_pieces:
+        if self._rejected >= limits.max_pieces:
             yield from self.flush()
 
     def _reject(
         self, record: _Record, reason: str, start: int = 0, end: int | None = None, shown: bytes | None = None
     ) -> None:
-        payload = record.payload[start:end]
-        shown = payload if shown is None else shown
-        text = excerpt(shown, self._encoding.NAME, show_values=self._options.show_values)
-        self._rejects.append((record.file, Reject("", record.offset + start, len(payload), reason, text)))
-        self.rejected[record.file] += 1
-        if self.rejected[record.file] >= self._options.max_rejects:
-            raise TooManyRejectsError("")
+        self._rejected += 1
+        record.rejects.add(record.offset + start, record.payload[start:end], reason, shown=shown)
 
     def _pieces(self, record: _Record, fault: str, *, is_inner: bool = False) -> Iterator[_ScopePiece]:
         """Yield the spans of each scope of a record; a long scope comes in pieces that can be decoded at once."""
@@ -312,7 +313,7 @@ class _BatchDecoder:
     def flush(self) -> Iterator[SpanBatch]:
         """Decode the collected spans, with a fast path for spans as exporters write them."""
         pieces = self._collected
-        if not (pieces or self._rejects):
+        if not (pieces or self._rejected):
             return
         spans: list[list[Span]] = []
         for piece in pieces:
@@ -326,8 +327,11 @@ class _BatchDecoder:
             for number in built:
                 spans[number] = self._read_one_by_one(pieces[number])
         every = list(chain.from_iterable(spans))
-        yield SpanBatch(*built, _reject_frame(self._rejects), lambda row: self._keys_of(every[row]))
-        self._collected, self._rejects, self._size, self._spans = [], [], 0, 0
+        of_blocks = ((file, one) for file, rejects in self._rejects.items() for one in rejects.take())
+        rejects = _reject_frame([*self._between, *of_blocks])
+        yield SpanBatch(*built, rejects, lambda row: self._keys_of(every[row]))
+        self._collected, self._between = [], []
+        self._rejected = self._size = self._spans = 0
 
     def _keys_of(self, span: Span) -> list[str]:
         pairs = self._encoding.read_pairs(bytes(self._encoding.attributes_of(span)))
@@ -336,7 +340,7 @@ class _BatchDecoder:
     def _read_one_by_one(self, piece: _ScopePiece) -> list[Span]:
         """Return the spans of a piece that are valid, in any spelling; reject the others."""
         spans: list[Span] = []
-        if self.rejected[piece.record.file] >= self._options.max_rejects:
+        if piece.record.rejects.is_full:
             return spans
         with suppress(TooManyRejectsError):
             for number, encoded in enumerate(piece.spans, piece.first):

@@ -45,10 +45,6 @@ class FieldError(TracefitError):
     """A field has a value that OTLP does not allow; the message names the field, not the value."""
 
 
-class TooManyRejectsError(TracefitError):
-    """A file has as many rejects as are listed: the rest of the record is not read."""
-
-
 class AddReject(Protocol):
     """Rejects a byte range of a record."""
 

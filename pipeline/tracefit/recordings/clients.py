@@ -33,7 +33,7 @@ import polars as pl
 
 from tracefit.inputs.formats import Recording, register
 from tracefit.inputs.framing import records
-from tracefit.recordings.blocks import MOST_S, UNREADABLE, RecordedBlock, Rejects
+from tracefit.recordings.blocks import MOST_S, UNREADABLE, RecordedBlock
 from tracefit.recordings.requests import (
     TokenCount,
     as_spans,
@@ -46,7 +46,7 @@ from tracefit.recordings.requests import (
 from tracefit.tables.client_times import BENCHMARK_DIGITS
 from tracefit.tables.dialects import CLIENT_KEYS, CLIENT_SCOPE, NOT_SENT_S
 from tracefit.tables.rows import RECORDED_STEPS, UNKNOWN_SERVER
-from tracefit.tables.sources import CycleSource
+from tracefit.tables.sources import CycleSource, declare
 from tracefit.tables.stages import batch_numbers, steps_of
 from tracefit.tables.units import unit_fault, unit_question
 from tracefit.tables.unread import LENGTHS, TIMES
@@ -57,8 +57,22 @@ if TYPE_CHECKING:
 
     from tracefit.inputs.blocks import Block
     from tracefit.inputs.framing import Shape
-    from tracefit.inputs.rejects import Encoding
+    from tracefit.inputs.rejects import Encoding, Rejects
     from tracefit.recordings.requests import Parts
+
+STEPS = declare(
+    CycleSource(
+        name="client",
+        recorder="token times of a load generator",
+        interval="tokens of a step to those of the next, after idling from the send to the tokens, as the client received them",
+        error="that of the way of a token to the client",
+        seen_by="client",
+        from_requests=True,
+    )
+)
+
+_APART = 3
+"""Tokens are of different steps if they arrive apart by more than the shorter of their times divided by this."""
 
 _MOST_LASTED_S, _MOST_TOKENS = 1e6, 2**31
 _Seconds = Annotated[float, msgspec.Meta(ge=0, le=MOST_S)]
@@ -557,9 +571,8 @@ def _lines(read: Callable[[bytes], _Row]) -> Callable[[bytes], Parts[_Row]]:
 def _decoder(name: str, parts: Callable[[bytes], Parts[_Row]]) -> Callable[..., RecordedBlock]:
     """Return the decoder of a program's files."""
 
-    def decode(block: Block, payload: bytes, *, show_values: bool, max_rejects: int) -> RecordedBlock:
-        rejects = Rejects(block, show_values=show_values, max_rejects=max_rejects)
-        rows = read_parts(payload, parts, f"no request of {name}", rejects)
+    def decode(block: Block, payload: bytes, rejects: Rejects) -> RecordedBlock:
+        rows = read_parts(block, payload, parts, f"no request of {name}", rejects)
         digests = _digests([row for _, row in rows])
         requests = pl.DataFrame(
             [(offset, *row) for offset, row in rows],
@@ -572,7 +585,7 @@ def _decoder(name: str, parts: Callable[[bytes], Parts[_Row]]) -> Callable[..., 
         requests = _on_wall_clock(requests).with_columns(digest=digest)
         once = requests.filter(pl.col("benchmark").is_in(list(different.values())))
         keys = partial(first_keys, payload, parts)
-        return RecordedBlock(_steps_of_each(once), rejects.rejects, requests_seen(requests), keys)
+        return RecordedBlock(_steps_of_each(once), requests_seen(requests), keys)
 
     return decode
 
@@ -644,7 +657,7 @@ def steps_seen(requests: pl.DataFrame) -> pl.DataFrame:
             context=pl.when("is_loop").then(pl.col("prompt_tokens") + pl.col("token") - 1).otherwise(0),
         )
     )
-    steps = steps_of(tokens, 1, CycleSource.CLIENT)
+    steps = steps_of(tokens, 1, STEPS, _APART)
     if _odd_share(tokens) > _MOST_ODD:
         steps = steps.with_columns(cycle_us=pl.lit(None, pl.Float64))
     missing = [pl.lit(None).alias(name) for name in names if name not in steps.columns]
@@ -655,7 +668,7 @@ def steps_seen(requests: pl.DataFrame) -> pl.DataFrame:
 def _odd_share(tokens: pl.DataFrame) -> float:
     """Return the share of requests that are not in every step from their first token to their last."""
     spread = (
-        batch_numbers(tokens, CycleSource.CLIENT)
+        batch_numbers(tokens, _APART)
         .group_by("request")
         .agg(odd=pl.col("batch").max() - pl.col("batch").min() + 1 != pl.len())
     )
@@ -734,6 +747,8 @@ for _name, _title, _keys, _parts, _clock, _more in (
             units={"aiperf": "ms and ns", "experiment_requests": "us"}.get(_name, "s"),
             clock=_clock,
             decode=_decoder(_title, _parts),
+            asked="a load generator's log",
+            sources=(STEPS.name,) if _more == _STEPS else (),
             lacks={"experiment_requests": (TIMES,), "experiment_latencies": LENGTHS}.get(_name, ()),
         )
     )

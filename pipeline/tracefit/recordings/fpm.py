@@ -21,22 +21,58 @@ import polars as pl
 
 from tracefit.inputs.formats import Recording, register
 from tracefit.inputs.framing import BOM, LENGTH_BYTES, message_bytes, records
-from tracefit.otlp.model import TooManyRejectsError
-from tracefit.recordings.blocks import MOST_STEP_S, UNREADABLE, RecordedBlock, Rejects, fault_of
+from tracefit.inputs.rejects import TooManyRejectsError
+from tracefit.recordings.blocks import MOST_STEP_S, UNREADABLE, RecordedBlock, fault_of
 from tracefit.recordings.requests import from_json
 from tracefit.tables.rows import RECORDED_STEPS, UNKNOWN_SERVER
-from tracefit.tables.sources import RECORDS, CycleSource
+from tracefit.tables.sources import CycleSource, StepFields, declare
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from tracefit.inputs.blocks import Block
     from tracefit.inputs.framing import Shape
-    from tracefit.inputs.rejects import Encoding
+    from tracefit.inputs.rejects import Encoding, Rejects
 
 VERSION = 1
 _NO_RECORD = "not a record of ForwardPassMetrics"
 _CUT = "record cut: another begins inside"
+_NO_TOKENS = "ForwardPassMetrics count no decode tokens: one for each decode request is assumed"
+
+# -- its steps ----------------------------------------------------------------------------------------------
+
+_TITLE = "ForwardPassMetrics"
+
+STEPS_OF_SGLANG = declare(
+    CycleSource(
+        name="fpm_gpu",
+        recorder=_TITLE,
+        interval="wall_time of ForwardPassMetrics: GPU time of the step, without what the engine does between steps",
+        error="the record has fractions of a microsecond; it leaves out the engine's work between steps",
+        target_source="forward_pass_metrics",
+        notes=(_NO_TOKENS,),
+        is_by_rank=True,
+    )
+)
+
+STEPS = declare(
+    CycleSource(
+        name="fpm",
+        recorder=_TITLE,
+        interval="wall_time of ForwardPassMetrics: output of a step to output of the next, after idling from schedule() to output",
+        error="the record has fractions of a microsecond",
+        target_source="forward_pass_metrics",
+        notes=(_NO_TOKENS,),
+        is_by_rank=True,
+        from_sglang=STEPS_OF_SGLANG.name,
+        has_sweep=True,
+        fields=StepFields(
+            time="wall_time",
+            stamp="received_at_ns",
+            units="wall_time is read in s, latency_ms in ms",
+        ),
+    )
+)
 
 # -- how it is recognised ----------------------------------------------------------------------------------
 
@@ -198,16 +234,14 @@ _Record = tuple[int, int | None, Any]
 """Offset, time of receipt in unix ns, and metrics of a record."""
 
 
-def decode(block: Block, payload: bytes, *, show_values: bool, max_rejects: int) -> RecordedBlock:
+def decode(block: Block, payload: bytes, rejects: Rejects) -> RecordedBlock:
     """Decode a block of whole records; only bad ones are rejected.
 
     Args:
         block: The position of the bytes, and how they are encoded.
         payload: The bytes.
-        show_values: Whether excerpts of rejects may show values of records.
-        max_rejects: Rejects after which the rest is not decoded.
+        rejects: Receives the bad ones; once they are too many, the rest is not decoded.
     """
-    rejects = Rejects(block, show_values=show_values, max_rejects=max_rejects)
     frames: list[pl.DataFrame] = [pl.DataFrame(schema=_TYPES)]
     rows: list[tuple[Any, ...]] = []
     with suppress(TooManyRejectsError):
@@ -221,7 +255,7 @@ def decode(block: Block, payload: bytes, *, show_values: bool, max_rejects: int)
                 queue = _fields_of_queue(queued) if queued else (None,) * len(_QUEUE_FIELDS)
                 rows.append((offset, unix_ns, *_fields_of_record(record), *queue))
     frames.append(pl.DataFrame(rows, schema=_TYPES, orient="row"))
-    return RecordedBlock(_as_steps(pl.concat(frames), block.offset), rejects.rejects)
+    return RecordedBlock(_as_steps(pl.concat(frames), block.offset))
 
 
 def _of_json(payload: bytes, rejects: Rejects) -> Iterator[_Record]:
@@ -371,7 +405,7 @@ def _as_steps(records: pl.DataFrame, offset: int) -> pl.DataFrame:
         pl.col("source_offset") + offset,
         server=pl.concat_str(worker, pl.lit(".dp"), pl.col("dp_rank").fill_null(0)),
         cycle_us=pl.when(pl.col("wall_time_s") != 0).then(pl.col("wall_time_s") * 1e6),
-        cycle_source=pl.lit(CycleSource.FPM.value),
+        cycle_source=pl.lit(STEPS.name),
         decode_tokens=pl.col("num_decode_reqs"),
         scheduled_tokens=pl.col("prefill_tokens") + pl.col("num_decode_reqs"),
         running_depth=requests,
@@ -382,12 +416,15 @@ def _as_steps(records: pl.DataFrame, offset: int) -> pl.DataFrame:
 
 FORMAT = register(
     Recording(
-        name=CycleSource.FPM.value,
-        title=RECORDS[CycleSource.FPM.value],
+        name="fpm",
+        title=_TITLE,
+        asked="a recording of ForwardPassMetrics",
+        file_name="fpm",
         find=_find,
         fills="`steps`, and `timeline` with context tokens and the time of each step",
         units="s (`wall_time`), ms (`latency_ms`), ns (`received_at_ns`)",
         clock="the receiver's wall clock; the CSV has no times, only the order of steps",
+        sources=(STEPS.name, STEPS_OF_SGLANG.name),
         decode=decode,
         message_start=_MESSAGE_START,
         header=lambda content: _header_at(content, content.rfind(b"counter_id")),

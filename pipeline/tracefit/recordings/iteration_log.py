@@ -13,6 +13,7 @@ A log may be of several servers: then each line begins with, or states, its cont
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,17 +21,49 @@ import polars as pl
 import pyarrow as pa
 
 from tracefit.inputs.formats import Recording, register
-from tracefit.inputs.rejects import Reject, excerpt
+from tracefit.inputs.rejects import TooManyRejectsError
 from tracefit.recordings.blocks import RecordedBlock
 from tracefit.tables.rows import RECORDED_STEPS, UNKNOWN_SERVER
-from tracefit.tables.sources import RECORDS, CycleSource
+from tracefit.tables.sources import CycleSource, declare
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from tracefit.inputs.blocks import Block
     from tracefit.inputs.framing import Shape
-    from tracefit.inputs.rejects import Encoding
+    from tracefit.inputs.rejects import Encoding, Rejects
+
+_TITLE = "iteration lines of vLLM's log"
+_STAMP_SD_US = 100.0
+"""Distance of a fine stamp from the end of its step, measured on two runs with recorded ends."""
+
+MEANS = declare(
+    CycleSource(
+        name="log_interval",
+        recorder=_TITLE,
+        interval="mean of the steps between two changes of the clock of the server's log",
+        error="single steps are not known; a change is off by half a step",
+        evidence="intervals between changes of the log's clock",
+        time="stamped",
+        sd_us=_STAMP_SD_US,
+        is_one_step=False,
+        of_traced_server=True,
+    )
+)
+
+STEPS = declare(
+    CycleSource(
+        name="log",
+        recorder=_TITLE,
+        interval="a line of the server's log to the next one, which ends the step; of whole seconds its wait and the engine's usual work",
+        error="0.1 ms at each end, and the resolution of the log's clock; of whole seconds that of the usual work",
+        evidence="steps from a line of the log to the next",
+        time="stamped",
+        sd_us=_STAMP_SD_US,
+        means=MEANS.name,
+        of_traced_server=True,
+    )
+)
 
 _MARK = b"Iteration("
 _CUT = "iteration line cut, or not as vLLM writes it"
@@ -96,31 +129,24 @@ def _find(head: bytes) -> tuple[Shape, Encoding] | None:
     return ("lines", "text") if _IN_HEAD.search(head) else None
 
 
-def decode(block: Block, payload: bytes, *, show_values: bool, max_rejects: int) -> RecordedBlock:
+def decode(block: Block, payload: bytes, rejects: Rejects) -> RecordedBlock:
     """Decode a block of whole lines; only cut lines are rejected.
 
     Args:
         block: The position of the bytes.
         payload: The bytes.
-        show_values: Whether excerpts of rejects may show the text of lines.
-        max_rejects: Rejects after which no more are listed.
+        rejects: Receives the cut ones; once they are too many, no more are listed.
     """
     lines = _marked(payload)
     fields = pl.col("text").str.extract_groups(_LINE).struct.rename_fields(["engine", "step_id", *_FIELDS])
     parsed = lines.with_columns(fields.alias("fields")).unnest("fields")
     is_bad = pl.col("step_id").is_null()
     bad = parsed.filter(is_bad).select("source_offset", "length", "text")
-    rejects = [
-        Reject(
-            block.source_file,
-            block.offset + offset,
-            length,
-            _LONG if text is None else _CUT,
-            excerpt((text or "").encode(), "text", show_values=show_values),
-        )
-        for offset, length, text in bad.head(max_rejects).iter_rows()
-    ]
-    return RecordedBlock(_as_steps(parsed.filter(~is_bad), block.offset), rejects)
+    with suppress(TooManyRejectsError):
+        for offset, length, text in bad.iter_rows():
+            reason = _LONG if text is None else _CUT
+            rejects.add(offset, (text or "").encode(), reason, length=length)
+    return RecordedBlock(_as_steps(parsed.filter(~is_bad), block.offset))
 
 
 def _marked(payload: bytes) -> pl.DataFrame:
@@ -179,7 +205,7 @@ def _as_steps(records: pl.DataFrame, offset: int) -> pl.DataFrame:
         pl.col("source_offset") + offset,
         server=pl.format("{}.dp{}", instance, engine),
         cycle_us=pl.col("elapsed_ms").cast(pl.Float64) * 1e3,
-        cycle_source=pl.lit(CycleSource.LOG.value),
+        cycle_source=pl.lit(STEPS.name),
         scheduled_tokens=pl.col("prefill_tokens") + pl.col("decode_tokens"),
         running_depth=requests,
         waiting_depth=pl.when(requests == 0).then(0).cast(pl.Int64),
@@ -251,12 +277,14 @@ _STAMPS = (
 
 FORMAT = register(
     Recording(
-        name=CycleSource.LOG.value,
-        title=RECORDS[CycleSource.LOG.value],
+        name="log",
+        title=_TITLE,
+        asked="vLLM's log with --enable-logging-iteration-details",
         find=_find,
         fills="`steps`, and `timeline` with the exact batch of each step, without context tokens",
         units="ms (elapsed time), % (KV cache usage)",
         clock="the server's wall clock, in UTC or local time, at the resolution that the log is configured for",
+        sources=(STEPS.name, MEANS.name),
         decode=decode,
     )
 )

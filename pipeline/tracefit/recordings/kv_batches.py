@@ -5,6 +5,7 @@ Token ids encode what users wrote: they are skipped and never decoded.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
 
 import msgspec
@@ -146,6 +147,14 @@ _DERIVED = (
 _TYPES = schema.KV_EVENTS.types
 ROW_COLUMNS = {name: _TYPES.get(name, pl.Int64()) for name in (*_DERIVED, *_COPIED)}
 """Columns of rows: `event_step` is the step an event names, `batch_step` that of its batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class KvRows:
+    """Events of some recordings, columns as `ROW_COLUMNS`, in input order, and the rejects."""
+
+    rows: pl.DataFrame
+    rejects: list[Reject]
 
 
 def event_rows(

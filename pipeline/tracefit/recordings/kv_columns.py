@@ -19,7 +19,7 @@ from tracefit.tables.schema import ENGINE
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from tracefit.recordings.kv_events import KvRows
+    from tracefit.recordings.kv_batches import KvRows
 
 KV_COLUMNS = {
     **dict.fromkeys(("kv_blocks_stored", "kv_blocks_evicted", "kv_blocks_transferred"), "block"),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Generator, Iterable, Iterator
-from dataclasses import dataclass, replace
+from contextlib import suppress
 from itertools import chain, groupby, pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,16 +18,18 @@ import polars as pl
 from tracefit.inputs.compression import USUAL, Expansion, Gap, pieces
 from tracefit.inputs.formats import Recording, register
 from tracefit.inputs.framing import BOM, LENGTH_BYTES
-from tracefit.inputs.rejects import Reject, excerpt
+from tracefit.inputs.rejects import Reject, Rejects, TooManyRejectsError, excerpt
 from tracefit.recordings.kv_batches import (
     ROW_COLUMNS,
     Batch,
     BlockAges,
+    KvRows,
     MessageEncoding,
     WholeBatch,
     decode_batch,
     event_rows,
 )
+from tracefit.recordings.kv_columns import kv_tables
 
 if TYPE_CHECKING:
     from tracefit.inputs.files import TraceFile
@@ -59,14 +61,6 @@ class RecordedBatch(NamedTuple):
 _Items = Generator[RecordedBatch | Reject, None, int]
 
 
-@dataclass(frozen=True, slots=True)
-class KvRows:
-    """Events of some recordings, columns as `ROW_COLUMNS`, in input order, and the rejects."""
-
-    rows: pl.DataFrame
-    rejects: list[Reject]
-
-
 def read_kv(files: Iterable[TraceFile], options: IngestOptions) -> KvRows:
     """Read the KV-cache recordings of one run.
 
@@ -84,20 +78,21 @@ def read_kv(files: Iterable[TraceFile], options: IngestOptions) -> KvRows:
     rows: list[tuple[Any, ...]] = []
     rejects: list[Reject] = []
     for file in files:
-        left = options.max_rejects
-        for item in _rows_of_file(file, ages):
-            if not isinstance(item, Reject):
+        of_file = Rejects(options, file.name)
+        end = 0
+        with suppress(TooManyRejectsError):
+            for item in _rows_of_file(file, ages):
+                if isinstance(item, Reject):
+                    end = item.source_offset + item.length
+                    of_file.include(item)
+                    continue
                 rows.append(item)
                 if len(rows) == _CHUNK_ROWS:
                     frames.append(_frame(rows))
                     rows.clear()
-            elif left > 0:
-                rejects.append(item)
-                left -= 1
-            else:
-                reason = f"more than {options.max_rejects} rejects: the rest is not read"
-                rejects.append(replace(item, reason=reason, excerpt=""))
-                break
+        rejects += of_file.take()
+        if of_file.is_full:
+            rejects.append(of_file.rest(end))
     return KvRows(pl.concat([*frames, _frame(rows)]), rejects)
 
 
@@ -158,6 +153,9 @@ FORMAT = register(
         fills="`kv_events`, and columns of `requests`, of `runs` and, in training, of steps",
         units="s (`ts` of a batch); blocks and tokens",
         clock="the server's wall clock",
+        file_name="kv_events",
+        read=read_kv,
+        fill=kv_tables,
     )
 )
 

@@ -16,7 +16,7 @@ import numpy as np
 import polars as pl
 
 from tracefit.inputs.formats import Recording, register
-from tracefit.recordings.blocks import MOST_S, RecordedBlock, Rejects
+from tracefit.recordings.blocks import MOST_S, RecordedBlock
 from tracefit.recordings.requests import (
     TokenCount,
     UnixSeconds,
@@ -33,7 +33,7 @@ from tracefit.tables.units import unit_fault
 if TYPE_CHECKING:
     from tracefit.inputs.blocks import Block
     from tracefit.inputs.framing import Shape
-    from tracefit.inputs.rejects import Encoding
+    from tracefit.inputs.rejects import Encoding, Rejects
 
 _TIMES = ("queued_ts", "scheduled_ts", "first_token_ts", "last_token_ts")
 _START = re.compile(rb'\{[^{}\[\]]{0,400}"queued_ts"\s*:[^,{}\[\]]{1,40},\s*"scheduled_ts"\s*:')
@@ -65,24 +65,22 @@ def _find(head: bytes) -> tuple[Shape, Encoding] | None:
     return ("document", "json") if _START.search(head) else None
 
 
-def decode(block: Block, payload: bytes, *, show_values: bool, max_rejects: int) -> RecordedBlock:
+def decode(block: Block, payload: bytes, rejects: Rejects) -> RecordedBlock:
     """Decode a block of whole lines into requests; only bad ones are rejected.
 
     Args:
         block: The position of the bytes.
         payload: The bytes.
-        show_values: Whether excerpts of rejects may show values of records.
-        max_rejects: Rejects after which the rest is not decoded.
+        rejects: Receives the bad ones; once they are too many, the rest is not decoded.
     """
-    rejects = Rejects(block, show_values=show_values, max_rejects=max_rejects)
-    records = read_parts(payload, lambda text: lines_of(text, _line), "no request of a log", rejects)
+    records = read_parts(block, payload, lambda text: lines_of(text, _line), "no request of a log", rejects)
     rows = [(offset, *msgspec.structs.astuple(line)) for offset, line in records]
     lines = pl.DataFrame(rows, schema=_TYPES, orient="row")
     if fault := _unit_fault(lines):
         rejects.add(0, payload, f"no request of a log ({fault})")
         lines = lines.clear()
     requests = _as_spans(lines)
-    return RecordedBlock(pl.DataFrame(schema=RECORDED_STEPS).drop("file"), rejects.rejects, requests)
+    return RecordedBlock(pl.DataFrame(schema=RECORDED_STEPS).drop("file"), requests)
 
 
 def _line(text: bytes) -> _Line:

@@ -14,14 +14,15 @@ import msgspec
 import polars as pl
 
 from tracefit.inputs.framing import BOM, records
-from tracefit.inputs.rejects import keys_in
-from tracefit.otlp.model import TooManyRejectsError
-from tracefit.recordings.blocks import MOST_S, UNREADABLE, Rejects, fault_of
+from tracefit.inputs.rejects import TooManyRejectsError, keys_in
+from tracefit.recordings.blocks import MOST_S, UNREADABLE, fault_of
 from tracefit.tables.dialects import FRONT_SPAN
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    from tracefit.inputs.blocks import Block
+    from tracefit.inputs.rejects import Rejects
 
 TokenCount = Annotated[int, msgspec.Meta(ge=0, le=2**31)]
 UnixSeconds = Annotated[float, msgspec.Meta(ge=10**9, le=MOST_S)]
@@ -60,12 +61,13 @@ def lines_of(payload: bytes, read: Callable[[bytes], _T]) -> Parts[_T]:
 
 
 def read_parts(
-    payload: bytes, parts: Callable[[bytes], Parts[_T]], what: str, rejects: Rejects
+    block: Block, payload: bytes, parts: Callable[[bytes], Parts[_T]], what: str, rejects: Rejects
 ) -> list[tuple[int, _T]]:
     """Return offset and content of the parts of a block that can be read; only bad parts are rejected.
 
     Args:
-        payload: The bytes of the block.
+        block: The position of the bytes.
+        payload: The bytes.
         parts: Divides them; raises one of `UNREADABLE` if that is impossible.
         what: Reason of a reject, without the detail.
         rejects: Receives the bad parts.
@@ -75,7 +77,7 @@ def read_parts(
         try:
             for offset, part, read in parts(payload):
                 try:
-                    contents.append((rejects.block.offset + offset, read(part)))
+                    contents.append((block.offset + offset, read(part)))
                 except UNREADABLE as error:
                     rejects.add(offset, part, f"{what} ({fault_of(error)})")
         except UNREADABLE as error:

@@ -11,7 +11,7 @@ import polars as pl
 
 from tracefit.coefficients.request_ranges import described_requests, predicted_requests
 from tracefit.errors import DataError, TracefitError, UsageError
-from tracefit.features.targets import LATENCIES
+from tracefit.models.targets import LATENCIES
 from tracefit.options import ServerOptions, flag_of
 from tracefit.replay.engine import EngineSettings
 from tracefit.replay.models import FittedStepTimes, admission_us, batch_at, departure_us
@@ -26,8 +26,8 @@ from tracefit.tables.schema import ENGINE, REQUEST, SERVER
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from tracefit.coefficients.model import Model
-    from tracefit.coefficients.predict import DeploymentModels
+    from tracefit.models.deployment import DeploymentModels
+    from tracefit.models.schema import Model
     from tracefit.statistics import Vector
 
 LEAST_REQUESTS = 20

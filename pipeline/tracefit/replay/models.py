@@ -2,78 +2,24 @@
 
 from __future__ import annotations
 
-import math
-from functools import reduce
-from typing import TYPE_CHECKING, TypeAlias, TypeVar
+from typing import TYPE_CHECKING
 
 import numpy as np
-import polars as pl
 
-from tracefit.coefficients.compiled import CompiledModel, linear_forms
-from tracefit.coefficients.model import BoundaryModel, Regime, RegimesModel
-from tracefit.coefficients.workload import STEP_COLUMNS, STEP_INPUTS
 from tracefit.errors import DataError
-from tracefit.evaluator import COMPARE, power
-from tracefit.features.expressions import ARITHMETIC, ROW, Algebra, compiled, evaluate
-from tracefit.fit.results import line
+from tracefit.models.amounts import filled, largest
+from tracefit.models.describe import STEP_COLUMNS, STEP_INPUTS
+from tracefit.models.evaluate import CompiledModel
+from tracefit.models.schema import BoundaryModel
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
-    from tracefit.coefficients.model import Model
-    from tracefit.features.expressions import Function
+    from tracefit.models.amounts import Amount
+    from tracefit.models.schema import Model
     from tracefit.replay.engine import StepBatch
     from tracefit.replay.run import ReplayedTimes
-    from tracefit.statistics import Flags, Integers, Vector
-
-
-StepAmount = TypeVar("StepAmount", "float", "Vector")
-Amount: TypeAlias = "float | Vector"
-
-
-def _finite(value: Amount) -> Amount:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else math.nan
-    return np.where(np.isfinite(value), value, np.nan)
-
-
-def _quotient(left: Amount, right: Amount) -> Amount:
-    if isinstance(right, float):
-        return left / (right or math.inf)
-    return np.asarray(left / np.where(right == 0, np.inf, right))
-
-
-def _power(left: Amount, right: Amount) -> Amount:
-    is_row = isinstance(left, float) and isinstance(right, float)
-    return power(left, right) if is_row else np.power(left, right)  # type: ignore[arg-type]  # both are
-
-
-def _extreme(function: Function, arguments: Sequence[Amount]) -> Amount:
-    if all(isinstance(one, float) for one in arguments):
-        bound = ROW.extreme(function, arguments)  # type: ignore[arg-type]  # all of them are numbers
-        return math.nan if bound is None else bound
-    return np.asarray(reduce(np.minimum if function == "min" else np.maximum, arguments))
-
-
-def _compare(relation: str, left: Amount, right: Amount) -> Flags:
-    has_both = ~(np.isnan(left) | np.isnan(right))
-    return np.asarray(COMPARE[relation](left, right) & has_both)
-
-
-ARRAYS: Algebra[Amount, Flags] = Algebra(
-    constant=float,
-    binary={
-        **ARITHMETIC,
-        "/": _quotient,
-        "**": _power,
-    },
-    extreme=_extreme,
-    finite=_finite,
-    compare=_compare,
-    some=lambda values: reduce(np.logical_or, values, np.asarray(False)),
-    every=lambda values: reduce(np.logical_and, values, np.asarray(True)),
-)
-"""Numbers of consecutive steps, or one number for all of them, which is faster; NaN is unknown."""
+    from tracefit.statistics import Integers, Vector
 
 
 class FittedStepTimes:
@@ -91,66 +37,47 @@ class FittedStepTimes:
             DataError: The model reads a value of a step that a replay does not have.
         """
         self._compiled, self._factor = CompiledModel(model, STEP_COLUMNS), factor
-        server = {name: value for name, value in server.items() if value is not None}
+        server = {name: float(value) for name, value in server.items() if value is not None}
         formulas, inputs = self._compiled.formulas, {*server, *STEP_INPUTS}
         if missing := formulas.missing(self._compiled.features, inputs):
             raise DataError(f"a replay does not know {', '.join(missing)} of a step", where=model.name)
-        used = formulas.used(self._compiled.features, inputs)
-        self._line_form = linear_forms(model)[next(reversed(linear_forms(model)))]
-        nodes = [(n, node) for n, node in formulas.nodes.items() if n in used and n not in inputs]
+        used = formulas.used(self._compiled.features, inputs) - inputs
         # Values that no step changes are computed once.
-        self._row: dict[str, float | None] = dict(server)
+        self._constant: dict[str, Amount] = dict(server)
         self._formulas = []
-        for name, node in nodes:
-            if formulas.needs[name] <= self._row.keys():
-                self._row[name] = evaluate(node, self._row)
+        for name in (n for n in formulas.nodes if n in used):
+            if formulas.needs[name] <= self._constant.keys():
+                self._constant[name] = formulas.computation(name)(self._constant)
             else:
-                self._formulas.append((name, compiled(node, ROW), compiled(node, ARRAYS)))
-        self._constant = {n: math.nan if v is None else v for n, v in self._row.items()}
+                self._formulas.append((name, formulas.computation(name)))
 
     def step(self, batch: StepBatch) -> float:
         """Return the time of one step in us."""
-        values: dict[str, float | None] = {**self._row, **_described(batch, batch.context_tokens)}
-        for name, computed, _ in self._formulas:
-            values[name] = computed(values.__getitem__)
-        model = self._compiled.model
-        regimes = model.regimes if isinstance(model, RegimesModel) else (self._line_form,)
-        holds = (r for r in regimes if not isinstance(r, Regime) or r.when.holds(values.__getitem__, ROW))
-        form = next(holds, None)
-        time = None if form is None else line(form.intercept, form.terms, values.__getitem__, ROW)
-        return max(self._factor * (time or 1.0), 1.0)
+        time = float(self._amount(batch, float(batch.context_tokens)))
+        return max(self._factor * time, 1.0) if time > 0 else 1.0
 
     def decoding(self, batch: StepBatch, steps: int, growth: float) -> Vector:
         """Return the times of consecutive steps in which the same requests decode, in us; shape (steps,)."""
         context: Vector = np.asarray(batch.context_tokens + growth * np.arange(steps), dtype=float)
-        described = _described(batch, context).items()
-        values = {n: float(v) if isinstance(v, int) else v for n, v in described} | self._constant
         with np.errstate(all="ignore"):
-            for name, _, computed in self._formulas:
-                values[name] = computed(values.__getitem__)
-            return np.broadcast_to(np.fmax(self._factor * self._line(values), 1.0), steps)
+            return np.broadcast_to(np.fmax(self._factor * self._amount(batch, context), 1.0), steps)
 
-    def _line(self, values: Mapping[str, Amount]) -> Amount:
-        """Return the line of the first regime whose condition holds."""
-        model, value_of = self._compiled.model, values.__getitem__
-        if not isinstance(model, RegimesModel):
-            return line(self._line_form.intercept, self._line_form.terms, value_of, ARRAYS)
-        amount: Amount = math.nan
-        for regime in reversed(model.regimes):
-            time = line(regime.intercept, regime.terms, value_of, ARRAYS)
-            amount = np.where(regime.when.holds(value_of, ARRAYS), time, amount)
-        return amount
+    def _amount(self, batch: StepBatch, context_tokens: Amount) -> Amount:
+        values = self._constant | _described(batch, context_tokens)
+        for name, computed in self._formulas:
+            values[name] = computed(values)
+        return self._compiled.amount(values)
 
 
-def _described(batch: StepBatch, context: StepAmount) -> dict[str, StepAmount | float]:
+def _described(batch: StepBatch, context_tokens: Amount) -> dict[str, Amount]:
     """Return the inputs of `STEP_COLUMNS` of a step, or of several that differ in their context."""
     return {
-        "prefill_reqs": batch.prefill_reqs,
-        "prefill": batch.prefill_tokens,
-        "prefill_done": batch.prefill_context_tokens,
-        "batch": batch.decode_reqs,
-        "context": context / max(batch.decode_reqs, 1),
-        "waiting": batch.waiting,
+        "prefill_reqs": float(batch.prefill_reqs),
+        "prefill": float(batch.prefill_tokens),
+        "prefill_done": float(batch.prefill_context_tokens),
+        "batch": float(batch.decode_reqs),
+        "context": context_tokens / max(batch.decode_reqs, 1),
+        "waiting": float(batch.waiting),
     }
 
 
@@ -217,8 +144,7 @@ def departure_us(model: Model | None, times: ReplayedTimes, output_tokens: Integ
 def _of_requests(model: Model, inputs: Mapping[str, Vector | Integers], rows: int) -> Vector:
     """Evaluate a model of requests; inputs that are not given are 0, results at least 0."""
     compiled = CompiledModel(model)
-    frame = pl.DataFrame({name: np.asarray(value, dtype=float) for name, value in inputs.items()})
-    missing = compiled.inputs - inputs.keys()
-    frame = frame.with_columns(pl.lit(0.0).alias(name) for name in sorted(missing))
-    predicted = compiled.computed(frame).select(y=compiled.expression())["y"]
-    return np.broadcast_to(predicted.fill_null(0.0).to_numpy(), rows)
+    given = dict.fromkeys(compiled.inputs, 0.0) | {n: np.asarray(v, dtype=float) for n, v in inputs.items()}
+    with np.errstate(all="ignore"):
+        amount = largest(filled(compiled.evaluate(given).amount, 0.0), 0.0)
+    return np.broadcast_to(amount, rows)

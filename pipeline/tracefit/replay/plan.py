@@ -21,9 +21,11 @@ import numpy as np
 import polars as pl
 from scipy.interpolate import PchipInterpolator
 
-from tracefit.coefficients.compiled import CompiledModel, linear_forms
-from tracefit.coefficients.workload import STEP_COLUMNS
 from tracefit.errors import DataError
+from tracefit.models.amounts import filled
+from tracefit.models.describe import STEP_COLUMNS
+from tracefit.models.evaluate import CompiledModel
+from tracefit.models.frames import evaluated
 from tracefit.replay.arrivals import GAP_BLOCK
 from tracefit.replay.models import FittedStepTimes, admission_us
 from tracefit.replay.run import RequestLoad, replay
@@ -33,8 +35,9 @@ from tracefit.statistics import percentile
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from tracefit.coefficients.model import LinearForm, Model
-    from tracefit.coefficients.predict import DeploymentModels
+    from tracefit.models.deployment import DeploymentModels
+    from tracefit.models.evaluate import Evaluated
+    from tracefit.models.schema import LinearForm, Model
     from tracefit.replay.engine import EngineSettings, StepBatch, StepGroup, StepTimeModel
     from tracefit.statistics import Flags, Integers, Matrix, Vector
 
@@ -366,17 +369,15 @@ class StepLawUncertainty:
     def __init__(self, model: Model, server: Mapping[str, float]) -> None:
         self._compiled = CompiledModel(model, STEP_COLUMNS)
         self._server = server
-        self._forms = list(linear_forms(model).values())
         rng = np.random.default_rng(0)
-        self._draws = [_coefficients(form, rng) for form in self._forms]
+        self._draws = [_coefficients(form, rng) for _, form in self._compiled.forms]
         self._speeds = _speeds(model, rng)
         beyond = model.validation.load_extrapolation if model.validation else None
         self._beyond = abs(beyond.bias_pct or 0.0) / 100 if beyond else 0.0
         self._normal = rng.standard_normal(_DRAWS)
 
-    def _features(self, batches: pl.DataFrame) -> pl.DataFrame:
-        given = batches.with_columns(pl.lit(v).alias(n) for n, v in self._server.items())
-        return self._compiled.computed(given, also=self._compiled.unmodeled)
+    def _evaluated(self, batches: pl.DataFrame) -> Evaluated:
+        return evaluated(self._compiled, batches, self._server)
 
     def slowness(self, batches: pl.DataFrame, outside_pct: float) -> tuple[float, float]:
         """Return the 5th and 95th percentile of the factor on the mean step time.
@@ -388,17 +389,12 @@ class StepLawUncertainty:
             batches: The steps.
             outside_pct: Share of the time in steps outside the training range, in percent.
         """
-        rows = self._features(batches)
-        weight = rows["steps"].to_numpy()
-        which = [np.ones(rows.height, dtype=bool)]
-        if len(self._forms) > 1:
-            chosen = self._compiled.by_regime([pl.lit(k) for k in range(len(self._forms))])
-            index = rows.select(k=chosen.fill_null(-1))["k"].to_numpy()
-            which = [index == k for k in range(len(self._forms))]
+        found, weight = self._evaluated(batches), batches["steps"].to_numpy()
         means, totals = 0.0, np.zeros(_DRAWS)
-        for form, draws, here in zip(self._forms, self._draws, which, strict=True):
-            columns = [np.ones(rows.height), *(rows[t.feature].fill_null(0).to_numpy() for t in form.terms)]
-            sums = np.array([float((weight * here * c).sum()) for c in columns])
+        for k, ((_, form), draws) in enumerate(zip(found.forms, self._draws, strict=True)):
+            here = weight * (found.index == k)
+            columns = [1.0, *(filled(found.values[t.feature], 0.0) for t in form.terms)]
+            sums = np.array([float((here * column).sum()) for column in columns])
             means += float(sums @ [form.intercept.value, *(t.value for t in form.terms)])
             totals = totals + draws @ sums
         if means <= 0:
@@ -409,15 +405,17 @@ class StepLawUncertainty:
 
     def outside(self, batches: pl.DataFrame) -> tuple[float, tuple[str, ...]]:
         """Return the share of the time in steps outside the training range, in percent, and the features outside it."""
-        rows, time = self._features(batches), batches["time"].to_numpy()
-        terms = [(t.feature, t.training_range) for form in self._forms for t in form.terms]
+        found, time = self._evaluated(batches), batches["time"].to_numpy()
+        terms = [(t.feature, t.training_range) for _, form in found.forms for t in form.terms]
         ranges = {n: ends for n, ends in [*terms, *self._compiled.unmodeled.items()] if ends is not None}
-        left, texts = np.zeros(rows.height, dtype=bool), list[tuple[float, str]]()
+        with np.errstate(all="ignore"):
+            amounts = self._compiled.formulas.values(found.values, ranges)
+        left, texts = np.zeros(batches.height, dtype=bool), list[tuple[float, str]]()
         for name, (low, high) in ranges.items():
             # Requests that wait are not in the step: they matter only to a model with a term for them.
-            if name not in rows.columns or (name in _OF_THE_QUEUE and name not in dict(terms)):
+            if name not in amounts or (name in _OF_THE_QUEUE and name not in dict(terms)):
                 continue
-            values, slack = rows[name].fill_null(low).to_numpy(), _SLACK * (high - low)
+            values, slack = np.broadcast_to(filled(amounts[name], low), batches.height), _SLACK * (high - low)
             is_outside = (values < low - slack) | (values > high + slack)
             share = 100 * float(time[is_outside].sum()) / (float(time.sum()) or 1.0)
             left |= is_outside

@@ -12,11 +12,9 @@ from datetime import UTC, datetime
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
-from tracefit.coefficients.compiled import main_forms
-from tracefit.coefficients.model import BoundaryModel, RegimesModel
-from tracefit.features.targets import LATENCIES, around_steps, is_step_model
-from tracefit.fit.results import NEVER
 from tracefit.fit.splits import of_means
+from tracefit.models.schema import NEVER, BoundaryModel, RegimesModel, main_forms
+from tracefit.models.targets import LATENCIES, around_steps, is_step_model
 from tracefit.options import TrainOptions, flag_of
 from tracefit.reports.document import Bullets, Report, ShellLines, kept, section, table, table_of
 from tracefit.reports.figures.deployment import DeploymentFigures, figures_of_evaluation
@@ -52,22 +50,23 @@ from tracefit.text import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from tracefit.coefficients import model as published
+    from tracefit.coefficients import documents
     from tracefit.diagnostics.slowest import SlowRequest
     from tracefit.fit import results
-    from tracefit.fit.results import Condition, Number, Term
+    from tracefit.models import schema, validation
+    from tracefit.models.schema import Condition, Number, Term
     from tracefit.reports.document import ReportPart, Section, Table
 
 ERRORS = ("n", "median APE %", "P90 %", "P99 %", "MAPE %", "bias %", "MAE us")
 
 
-def metrics(m: results.Metrics) -> tuple[str, ...]:
+def metrics(m: validation.Metrics) -> tuple[str, ...]:
     """Write errors under the heads of `ERRORS`."""
     percentages = (m.mdape_pct, m.p90_ape_pct, m.p99_ape_pct, m.mape_pct, m.bias_pct)
     return (count(m.n), *(percent(v) for v in percentages), number(m.mae))
 
 
-def _mae(errors: results.Metrics | None) -> float | None:
+def _mae(errors: validation.Metrics | None) -> float | None:
     return errors.mae if errors else None
 
 
@@ -113,22 +112,22 @@ class Goodput(NamedTuple):
 class DeploymentParts:
     """One deployment of the report: its evaluation, its models by name, its figures, null where these are left out, and goodput by run."""
 
-    deployment: published.DeploymentEvaluation
+    deployment: documents.DeploymentEvaluation
     label: DeploymentLabel
-    models: dict[str, published.Model]
+    models: dict[str, schema.Model]
     figures: DeploymentFigures | None
     goodput: Mapping[str, Goodput]
 
     @property
-    def facts(self) -> published.DeploymentFacts | None:
+    def facts(self) -> schema.DeploymentFacts | None:
         """Facts of its server, the same for all of its models; null without a model."""
         return next((m.deployment for m in self.models.values()), None)
 
 
 def build_report(
-    evaluation: published.Evaluation,
-    alpha: published.CoefficientFile,
-    beta: published.CoefficientFile,
+    evaluation: documents.Evaluation,
+    alpha: documents.CoefficientFile,
+    beta: documents.CoefficientFile,
     figures: Mapping[str, DeploymentFigures] | None,
     *,
     traced: tuple[int, int] | None = None,
@@ -195,7 +194,7 @@ def _title(one: DeploymentParts) -> str:
     return f"{model} on {one.facts.gpu}" if one.facts and one.facts.gpu else model
 
 
-def _subject(evaluation: published.Evaluation, traced: tuple[int, int] | None) -> str:
+def _subject(evaluation: documents.Evaluation, traced: tuple[int, int] | None) -> str:
     servers = evaluation.ingest.servers
     counts = (
         plural(len({s.run_id for s in servers}), "run"),
@@ -208,11 +207,11 @@ def _subject(evaluation: published.Evaluation, traced: tuple[int, int] | None) -
     return f"Latency models of a vLLM server, fitted on its traces: {', '.join(counts)}.{when}"
 
 
-def _headline_table(deployment: published.DeploymentEvaluation) -> Table:
+def _headline_table(deployment: documents.DeploymentEvaluation) -> Table:
     """Return the errors a reader asks for first, each beside those of the baseline and of gradient boosting."""
     # In the order of a simulation: all latencies are made of step times.
     step = step_entry(deployment)
-    errors: dict[str, tuple[results.Metrics, results.Metrics, results.Metrics | None]] = {}
+    errors: dict[str, tuple[validation.Metrics, validation.Metrics, validation.Metrics | None]] = {}
     if step:
         errors[step_times(step).removesuffix("s")] = step.holdout, step.baseline, step.gradient_boosting
     for key, label in LATENCIES.items():
@@ -243,7 +242,7 @@ _REPLAY_NOTE = (
 _REPLAYED_FACTS = {"output_tokens_per_s": "output tokens/s", "waiting_mean": "waiting on average"}
 
 
-def _replay_parts(deployment: published.DeploymentEvaluation) -> tuple[ReportPart, ...]:
+def _replay_parts(deployment: documents.DeploymentEvaluation) -> tuple[ReportPart, ...]:
     """Return measured and replayed latencies of each run, or why a run is not replayed."""
     rows, lines = [], []
     for run in deployment.replays:
@@ -285,7 +284,7 @@ def _signed(value: float | None) -> str:
     return "-" if value is None else f"{value:+.1f}"
 
 
-def _holds_for(deployment: published.DeploymentEvaluation) -> str:
+def _holds_for(deployment: documents.DeploymentEvaluation) -> str:
     # Errors were measured on such load: beyond it they are unknown.
     step = step_entry(deployment)
     load = step.error_over_load if step else None
@@ -316,7 +315,7 @@ def _overview(deployments: Sequence[DeploymentParts]) -> Table:
     return table(("deployment", *uses, *heads, "step time, median / P90 error", "holds for"), rows)
 
 
-def _some_runs(deployment: published.DeploymentEvaluation, most: int = 2) -> str:
+def _some_runs(deployment: documents.DeploymentEvaluation, most: int = 2) -> str:
     more = f" and {len(deployment.runs) - most} more" if len(deployment.runs) > most else ""
     return f"{'run' if len(deployment.runs) == 1 else 'runs'} {', '.join(deployment.runs[:most])}{more}"
 
@@ -383,7 +382,7 @@ def _deployment(one: DeploymentParts) -> tuple[ReportPart, ...]:
     )
 
 
-def _to_record(deployment: published.DeploymentEvaluation) -> Section | None:
+def _to_record(deployment: documents.DeploymentEvaluation) -> Section | None:
     """Return what to record for a yes on every use, as commands to copy; null where every use has one."""
     if (record := deployment.record) is None:
         return None
@@ -398,7 +397,7 @@ def _to_record(deployment: published.DeploymentEvaluation) -> Section | None:
     )
 
 
-_STRETCHES: dict[str, Callable[[published.LoadStretch], str]] = {
+_STRETCHES: dict[str, Callable[[documents.LoadStretch], str]] = {
     "stretch": lambda one: one.name,
     "seconds": lambda one: f"{one.seconds:.0f}",
     "requests/s": lambda one: number(one.requests_per_s),
@@ -455,7 +454,7 @@ def _slowest(requests: Sequence[SlowRequest]) -> Section:
     return section("The slowest requests", table(head, rows))
 
 
-def _negligible(deployment: published.DeploymentEvaluation) -> str:
+def _negligible(deployment: documents.DeploymentEvaluation) -> str:
     """Name the models of waits that decide no verdict, as no use can tell their errors."""
     names = [
         f"`{name}`"
@@ -467,7 +466,7 @@ def _negligible(deployment: published.DeploymentEvaluation) -> str:
     return f"Errors of {' and '.join(names)} are under a millisecond, as those of a constant guess are: no use can tell, and no verdict counts them."
 
 
-def _misleading(deployment: published.DeploymentEvaluation) -> list[str]:
+def _misleading(deployment: documents.DeploymentEvaluation) -> list[str]:
     """Warn of mean percentage errors that a few rows dominate."""
     return [
         f"**`{name}`: the mean error misleads.** Half of the held-out rows are within {percent(m.mdape_pct)} %, nine of "
@@ -509,7 +508,7 @@ def _overload(one: results.Overload) -> str:
 _ERRORS = ("model", *ERRORS, "baseline MAE", "reference MAE")
 
 
-def _errors(deployment: published.DeploymentEvaluation) -> Table:
+def _errors(deployment: documents.DeploymentEvaluation) -> Table:
     rows = []
     for name, entry in deployment.models.items():
         beside = (number(entry.baseline.mae), number(_mae(entry.gradient_boosting)))
@@ -525,7 +524,7 @@ def _errors(deployment: published.DeploymentEvaluation) -> Table:
     return table(_ERRORS, rows)
 
 
-def _ranges(models: dict[str, published.Model]) -> Section:
+def _ranges(models: dict[str, schema.Model]) -> Section:
     """Give the training ranges: a prediction outside them extrapolates."""
     rows = [
         (
@@ -543,7 +542,7 @@ def _ranges(models: dict[str, published.Model]) -> Section:
     return section("Training ranges", text if rows else "", ranges)
 
 
-def _provenance(alpha: published.CoefficientFile, beta: published.CoefficientFile) -> Section | None:
+def _provenance(alpha: documents.CoefficientFile, beta: documents.CoefficientFile) -> Section | None:
     made = beta.provenance or alpha.provenance
     if made is None:
         return None
@@ -585,7 +584,7 @@ _LEFT_OUT: dict[str, Callable[[results.LeftOutErrors], str]] = {
 }
 
 
-def _across(evaluation: published.Evaluation) -> Section | None:
+def _across(evaluation: documents.Evaluation) -> Section | None:
     """Return the section on leaving out runs, models and GPUs; null unless that was requested."""
     if not evaluation.across and not evaluation.across_notes:
         return None
@@ -596,7 +595,7 @@ def _across(evaluation: published.Evaluation) -> Section | None:
 # -- the data -------------------------------------------------------------------------------------------
 
 
-_SERVERS: dict[str, Callable[[published.ServerEntry], str]] = {
+_SERVERS: dict[str, Callable[[documents.ServerEntry], str]] = {
     "run": lambda s: f"`{s.run_id}`",
     "server": lambda s: s.server,
     "seconds": lambda s: number(s.seconds),
@@ -619,7 +618,7 @@ _ROWS = (
 _MANY_ROWS = 12
 
 
-def _data_parts(evaluation: published.Evaluation) -> tuple[ReportPart, ...]:
+def _data_parts(evaluation: documents.Evaluation) -> tuple[ReportPart, ...]:
     """Return the counts of the ingest, and the rows of each model."""
     entry = evaluation.ingest
     dropped = (
@@ -645,7 +644,7 @@ def _data_parts(evaluation: published.Evaluation) -> tuple[ReportPart, ...]:
     )
 
 
-def _ingested(entry: published.IngestEntry) -> ReportPart:
+def _ingested(entry: documents.IngestEntry) -> ReportPart:
     rows = [
         ("files", count(entry.files)),
         ("bytes", count(entry.bytes)),
@@ -664,7 +663,7 @@ _AHEAD = "Scheduling runs one step ahead of execution (asynchronous scheduling):
 _SAMPLED = "Journeys are sampled: batches are known from step summaries only, and the queue state is that of the nearest sampled step."
 
 
-def _clock(t: published.TimelineEntry) -> Section:
+def _clock(t: documents.TimelineEntry) -> Section:
     """Return the section on the source of step times: the coverage of `step.duration_us`, where steps have it, and the step clock."""
     rows = {
         "busy time covered by `step.duration_us`": share(t.duration_coverage),
@@ -713,7 +712,7 @@ _STATE_PREAMBLE = (
 )
 
 
-def _latency_parts(deployment: published.DeploymentEvaluation) -> tuple[ReportPart, ...]:
+def _latency_parts(deployment: documents.DeploymentEvaluation) -> tuple[ReportPart, ...]:
     """Return the text and tables on composed latencies; one line where none was composed."""
     if not deployment.latency:
         return (f"Not composed: {deployment.latency_missing or 'nothing was fitted'}.",)
@@ -752,7 +751,7 @@ def _latency_parts(deployment: published.DeploymentEvaluation) -> tuple[ReportPa
     )
 
 
-def _machine_noise(deployment: published.DeploymentEvaluation) -> str:
+def _machine_noise(deployment: documents.DeploymentEvaluation) -> str:
     """Say how much steps of equal batches differ, near in time; empty where few are equal."""
     entry = step_entry(deployment)
     if entry is None or entry.noise is None:
@@ -766,7 +765,7 @@ def _machine_noise(deployment: published.DeploymentEvaluation) -> str:
     )
 
 
-def _machine_speed(deployment: published.DeploymentEvaluation) -> str:
+def _machine_speed(deployment: documents.DeploymentEvaluation) -> str:
     """Say that the machine had several speeds, so that it may have another one later; empty where it had one."""
     entry = step_entry(deployment)
     if entry is None or entry.speed is None or not entry.speed.adjusted:
@@ -805,7 +804,7 @@ def _changes(entry: results.SummedTime) -> Iterator[str]:
         yield f"**Load:** by its batch a step of the hold-out takes {longer(entry.load_change_pct)} than one of the training part."
 
 
-def burst_line(bursts: Sequence[results.Burst]) -> str:
+def burst_line(bursts: Sequence[validation.Burst]) -> str:
     """Return the bursts outside the range of the admission model; empty without any."""
     named = "; ".join(
         f"`{b.run_id}` {b.from_s:.2f} to {b.to_s:.2f} s: {count(b.requests)} requests, {count(b.holdout_requests)} held out"
@@ -829,7 +828,7 @@ def _group(label: str, errors: results.LatencyErrors) -> tuple[str, ...]:
     return (label, *metrics(errors.predicted), *(percent(v) for v in others))
 
 
-def _phase(phase: results.Phase) -> str:
+def _phase(phase: validation.Phase) -> str:
     rate = f"{number(phase.arrivals_per_s)} requests/s"
     return f"`{phase.run_id}` {phase.from_s:.0f} to {phase.to_s:.0f} s, {rate}"
 
@@ -841,7 +840,7 @@ TROUBLE = 30.0
 """Condition number above which single coefficients are poorly determined (Belsley, Kuh and Welsch 1980)."""
 
 
-_CANDIDATES: dict[str, Callable[[results.Candidate], str]] = {
+_CANDIDATES: dict[str, Callable[[validation.Candidate], str]] = {
     "candidate": lambda c: f"`{c.name}`{' **chosen**' if c.chosen else ''}",
     "features": lambda c: count(c.features),
     "MAE inside": lambda c: number(c.inside_mae),
@@ -851,7 +850,7 @@ _CANDIDATES: dict[str, Callable[[results.Candidate], str]] = {
 
 
 def _model_parts(
-    entry: results.Validation, model: published.Model, left_out: dict[str, int]
+    entry: validation.Validation, model: schema.Model, left_out: dict[str, int]
 ) -> tuple[ReportPart, ...]:
     """Return the section on one model, without its figures; `left_out` counts rows left out of its fit, by reason."""
     t, phases = model.target, entry.by_phase if len(entry.by_phase) > 1 else ()
@@ -874,7 +873,7 @@ def _model_parts(
 
 
 def _model_facts(
-    entry: results.Validation, model: published.Model, left_out: dict[str, int]
+    entry: validation.Validation, model: schema.Model, left_out: dict[str, int]
 ) -> Iterator[str]:
     if entry.boundary_accuracy_pct is not None:
         yield (
@@ -904,7 +903,7 @@ def _model_facts(
         yield f"**Training rows by source:** {reasons(entry.rows_by_source)}."
 
 
-def _coefficients(model: published.Model) -> Iterator[ReportPart]:
+def _coefficients(model: schema.Model) -> Iterator[ReportPart]:
     match model:
         case RegimesModel():
             for regime in model.regimes:
@@ -922,7 +921,7 @@ def _coefficients(model: published.Model) -> Iterator[ReportPart]:
             yield _terms(model.intercept, model.terms)
 
 
-def _expectation(expected: published.Expectation) -> str:
+def _expectation(expected: schema.Expectation) -> str:
     return (
         f"Expected where the step starts are not known: {number(expected.intercept.value)} us; of a step in progress "
         f"{number(expected.residual.value)} us are left on average (half a cycle, cycles weighted by their length), "
@@ -953,7 +952,7 @@ def interval(pair: tuple[float, float] | None) -> str:
 # How far the model can be trusted
 
 
-def trust_lines(entry: results.Validation) -> Iterator[str]:
+def trust_lines(entry: validation.Validation) -> Iterator[str]:
     """Yield one paragraph per fact of a model's validation."""
     if equations := entry.held_out_equations:
         row, step = equations.per_equation, equations.per_step
@@ -991,13 +990,13 @@ def trust_lines(entry: results.Validation) -> Iterator[str]:
         yield f"**Hold-out MAE, {entry.unit},** by number of training rows, the latest before the hold-out: {points}."
 
 
-def _limits(interval: results.PredictionInterval, unit: str) -> str:
+def _limits(interval: validation.PredictionInterval, unit: str) -> str:
     if interval.kind == "ratio":
         return f"{number(interval.low)} to {number(interval.high)} times the prediction"
     return f"the prediction {interval.low:+,.0f} to {interval.high:+,.0f} {unit}"
 
 
-def _collinear(one: results.Collinearity, *, several: bool) -> str:
+def _collinear(one: validation.Collinearity, *, several: bool) -> str:
     # One feature alone is collinear with nothing.
     if one.condition_number is None or len(one.variance_inflation) < 2:
         return ""
@@ -1010,7 +1009,7 @@ def _collinear(one: results.Collinearity, *, several: bool) -> str:
     )
 
 
-def _beyond_load(beyond: results.LoadExtrapolation, inside: results.Metrics | None) -> str:
+def _beyond_load(beyond: validation.LoadExtrapolation, inside: validation.Metrics | None) -> str:
     boosted = beyond.gradient_boosting
     beside = f", gradient boosting {percent(boosted.mape_pct)} %" if boosted else ""
     within = (

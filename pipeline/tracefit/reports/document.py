@@ -15,7 +15,7 @@ from tracefit.errors import printable
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from tracefit.coefficients.model import Answer
+    from tracefit.coefficients.documents import Answer
 
 
 _NUMBER = re.compile(r"[-+<]?[\d,.]+(e[-+]?\d+)?( %)?|-?")

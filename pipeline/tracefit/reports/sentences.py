@@ -9,16 +9,17 @@ import math
 from typing import TYPE_CHECKING
 
 from tracefit.coefficients.verdicts import machine_words
-from tracefit.features.targets import LATENCIES, is_step_model
 from tracefit.fit.splits import of_means
+from tracefit.models.targets import LATENCIES, is_step_model
 from tracefit.reports.document import UseVerdict, Verdicts
 from tracefit.text import count, number, percent, sentence
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from tracefit.coefficients.model import Criterion, DeploymentEvaluation, Verdict
-    from tracefit.fit.results import SpeedVariation, SummedTime, Validation
+    from tracefit.coefficients.documents import Criterion, DeploymentEvaluation, Verdict
+    from tracefit.fit.results import SummedTime
+    from tracefit.models.validation import SpeedVariation, Validation
     from tracefit.results.replays import RunReplay
 
 _FRACTIONS = (

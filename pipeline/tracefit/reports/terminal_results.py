@@ -15,7 +15,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from tracefit.errors import printable, spreadsheet_safe
-from tracefit.features import targets
+from tracefit.models import targets
 from tracefit.server.settings import without_attribute
 from tracefit.text import (
     FIRST_DATE_NS,
@@ -35,9 +35,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-    from tracefit.coefficients.predict import PredictedDuration, StepPrediction
-    from tracefit.coefficients.requests import RequestPrediction
     from tracefit.features.sets import FeatureSet
+    from tracefit.models.deployment import StepPrediction
+    from tracefit.models.predict import PredictedDuration
+    from tracefit.models.request import RequestPrediction
     from tracefit.results import models, traces
     from tracefit.results.plans import PlannedArrivals, PlanPoint, PlanResult, ServerPlan
     from tracefit.results.replays import QueueWindow, RunReplay
@@ -248,7 +249,7 @@ def receive_text(result: traces.ReceiveResult) -> str:
         recorded = [
             (r.endpoint, count(r.records), count(r.lost_messages), _refused(r)) for r in result.recorded_from
         ]
-        tables.append(columns(("ForwardPassMetrics of", "records", "messages lost", "not kept"), recorded))
+        tables.append(columns(("engine", "records", "messages lost", "not kept"), recorded))
     files = f"{plural(result.file_count, 'file')}, {count(result.bytes)} bytes"
     requests = f"{count(result.exports)} acknowledged, {_refused(result, ' refused')}"
     return "\n\n".join([*tables, f"requests  {requests}\nwritten   {files}, below {result.out}"])

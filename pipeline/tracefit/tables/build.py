@@ -50,7 +50,7 @@ from tracefit.tables.requests import (
 )
 from tracefit.tables.resolve import parts_of, resolve
 from tracefit.tables.runs import EVENT_TABLES, filled_attributes, missing_attributes, run_rows
-from tracefit.tables.sources import RECORDS
+from tracefit.tables.sources import SOURCES
 from tracefit.tables.stages import results_of, steps_of
 from tracefit.tables.store import write_table
 from tracefit.tables.unread import unread_requests
@@ -394,7 +394,7 @@ def _add_recorded(collected: _Collected, sieve: Sieve, starts: pl.DataFrame, win
     no_clock = [pl.lit(None, pl.Int64).alias(name) for name in ("ts_start_ns", "server_zero")]
     counted = recorded.select(collected.job.run_of(recorded), "cycle_source", count=1)
     for tally, source, count in collected.sums(counted, "cycle_source") if recorded.height else ():
-        tally.events[RECORDS.get(source, source)] += count
+        tally.events[SOURCES[source].recorder] += count
     steps, broken = sieve.recorded().sift("steps", recorded.with_columns(no_clock))
     collected.take("steps", in_benchmark(in_epoch(steps, starts, "ts_start_ns")))
     broken = broken.join(recorded, on="row", how="inner")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import polars as pl
 
-from tracefit.tables.sources import CycleSource
+from tracefit.tables.sources import is_by_client
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -70,8 +70,9 @@ def marks_of_records(recorded: pl.DataFrame) -> pl.DataFrame:
 
     Steps that a client saw do not count: every benchmark numbers its own.
     """
-    of_server = ~pl.col("cycle_source").eq_missing(CycleSource.CLIENT.value)
-    marks = recorded.filter(of_server).select("server", "step_id", clock="unix_ns", exact=pl.lit(value=False))
+    marks = recorded.filter(~is_by_client()).select(
+        "server", "step_id", clock="unix_ns", exact=pl.lit(value=False)
+    )
     return marks.drop_nulls("clock").select(list(MARKS))
 
 
@@ -242,6 +243,5 @@ def in_benchmark(steps: pl.DataFrame) -> pl.DataFrame:
     Args:
         steps: source_file, source_offset, unix_ns, cycle_source, epoch; all steps of a benchmark.
     """
-    of_client = pl.col("cycle_source").eq_missing(CycleSource.CLIENT.value)
     begin_s = pl.col("unix_ns").min().over("source_file", "source_offset") // 10**9
-    return steps.with_columns(epoch=pl.when(of_client).then(begin_s.fill_null(0)).otherwise("epoch"))
+    return steps.with_columns(epoch=pl.when(is_by_client()).then(begin_s.fill_null(0)).otherwise("epoch"))

@@ -20,7 +20,7 @@ from tracefit.tables.clocks import CLOCK_FACTS, clocks_of, split_engines, withou
 from tracefit.tables.qualified import qualified
 from tracefit.tables.record_servers import NAMED_RECORD, clock_setbacks, record_servers, with_names
 from tracefit.tables.rows import RECORDED_STEPS
-from tracefit.tables.sources import CycleSource
+from tracefit.tables.sources import is_from
 from tracefit.tables.staging import read_staged
 
 if TYPE_CHECKING:
@@ -175,11 +175,11 @@ def resolve(
 
 
 def _named_records(place: Place, parts: Sequence[RunPart], *, several: bool) -> pl.DataFrame:
-    """Return the steps of logs and ForwardPassMetrics: source_file, file_order, and `NAMED_RECORD`."""
+    """Return the steps that engines recorded: source_file, file_order, and `NAMED_RECORD`."""
     frames = [pl.DataFrame(schema=_FILES | {name: RECORDED_STEPS[name] for name in NAMED_RECORD})]
     for part in (part for part in parts if part.has_records):
         rows = read_staged(place, part.name, "recorded_steps", ("file", "cycle_source", *NAMED_RECORD))
-        rows = rows.filter(pl.col("cycle_source").is_in([CycleSource.LOG.value, CycleSource.FPM.value]))
+        rows = rows.filter(is_from(lambda source: source.seen_by == "engine"))
         rows = part.of_files(rows, "file_order", "source_file", "run")
         frames.append(rows.with_columns(qualified("server")) if several else rows)
     return pl.concat(frame.select("source_file", "file_order", *NAMED_RECORD) for frame in frames)
@@ -193,12 +193,12 @@ def _log_owners(
     *,
     several: bool,
 ) -> dict[int, str]:
-    """Return the server of the spans of each run that has one server and one engine with a log."""
+    """Return the server of the spans of each run that has one server and one engine with records of it."""
     engines: dict[int, set[str]] = {}
     for part in (part for part in parts if part.has_records):
         rows = read_staged(place, part.name, "recorded_steps", ("file", "server", "cycle_source"))
         logged = part.of_files(
-            rows.filter(pl.col("cycle_source") == CycleSource.LOG.value), "run", "source_file"
+            rows.filter(is_from(lambda source: source.of_traced_server)), "run", "source_file"
         )
         if several:
             logged = logged.with_columns(qualified("server"))

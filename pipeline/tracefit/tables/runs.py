@@ -17,7 +17,7 @@ import polars as pl
 from tracefit.statistics import divided
 from tracefit.tables import dialects, schema
 from tracefit.tables.rows import INCOMPLETE
-from tracefit.tables.sources import CycleSource
+from tracefit.tables.sources import is_by_client, is_from
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -42,7 +42,7 @@ def run_rows(scan: Callable[[str], pl.LazyFrame], run: pl.Expr, columns: pl.Data
         columns: Values that all servers of a run share: `run`, its number, and columns of the table.
     """
     spans = scan("spans").filter(dialects.is_known()).group_by(_SERVER).agg(**_SPANS)
-    recorded = scan("steps").filter(_IS_RECORDED).group_by(_SERVER).agg(**_RECORDED)
+    recorded = scan("steps").filter(_IS_RECORDED).group_by(_SERVER).agg(**_of_records())
     naming = scan("journey_events").filter(_NAMES_A_STEP).select(_STEP)
     counters = _counters(pl.concat([naming, scan("steps").select(_STEP)]), _ENGINE)
     epochs = counters.group_by(_SERVER).agg(
@@ -194,16 +194,22 @@ _SPANS = {
     "last_unix_ns": pl.col("end_unix_ns").filter(_IS_TIMED).max(),
     "dialects": pl.col("scope").unique().sort().str.join(","),
 }
-_WITH_SPANS = (CycleSource.SGLANG.value, CycleSource.CLIENT.value)
 _IS_RECORDED = pl.col("cycle_source").is_not_null()
-_RECORDED = {
-    # The steps that a client saw have numbers of ours.
-    "recorded_steps": (pl.col("cycle_source") != CycleSource.CLIENT.value).sum(),
-    # Steps of SGLang and of clients come with spans, which have a dialect.
-    "dialects": pl.col("cycle_source").filter(~pl.col("cycle_source").is_in(_WITH_SPANS)).first(),
-    "first_unix_ns": pl.col("unix_ns").min(),
-    "last_unix_ns": pl.col("unix_ns").max(),
-}
+
+
+def _of_records() -> dict[str, pl.Expr]:
+    """Return the facts of a server from its recorded steps."""
+    of_engine = is_from(lambda source: source.seen_by == "engine")
+    return {
+        # The steps that a client saw have numbers of ours.
+        "recorded_steps": (~is_by_client()).sum(),
+        # Other steps come with spans, or with requests as spans, which have a dialect.
+        "dialects": pl.col("cycle_source").filter(of_engine).first(),
+        "first_unix_ns": pl.col("unix_ns").min(),
+        "last_unix_ns": pl.col("unix_ns").max(),
+    }
+
+
 _BOTH = {
     **{name: pl.col(name).sum() for name in ("spans", "dropped_events")},
     "recorded_steps": pl.col("recorded_steps").first(ignore_nulls=True),

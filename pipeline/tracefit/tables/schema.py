@@ -348,7 +348,7 @@ RUNS = TableSchema(
         _f("prompt_tokens_mean", "mean prompt length", unit="token"),
         _f("max_tokens_mean", "mean number of output tokens allowed", unit="token"),
         _f("output_tokens_mean", "mean output length", unit="token"),
-        _i("kv_events", "KV-cache events"),
+        _i("kv_events", "events of the KV cache"),
         _i("kv_duplicate_events", "starts of transfers that were recorded twice, in the whole run"),
         _i("kv_transfers", "transfers of KV blocks that were initiated"),
         _i("kv_transfers_unfinished", "transfers without an end"),
@@ -424,7 +424,7 @@ JOURNEY_EVENTS = TableSchema(
 
 STEPS = TableSchema(
     "steps",
-    "one row per engine step that was sampled (BATCH_SUMMARY), recorded (ForwardPassMetrics, a line of vLLM's log) or traced by SGLang",
+    "one row per engine step that was sampled (BATCH_SUMMARY), recorded, or traced by SGLang",
     ("run_id", "server", "epoch", "step_id"),
     (
         *_ENGINE_COLUMNS,
@@ -465,8 +465,7 @@ STEPS = TableSchema(
         ),
         _s(
             "cycle_source",
-            "fpm: wall_time of ForwardPassMetrics; log: a line of vLLM's log; sglang: time between results in SGLang's "
-            "spans; client: time between tokens at a load generator; null for a sampled step",
+            "source of the step, as docs/reference/recordings.md lists them; null for a sampled step",
         ),
         _sum("context_tokens", "tokens of decode requests in the KV cache before the step"),
         _sum("prefill_context_tokens", "tokens of prefill requests in the KV cache before the step"),
@@ -672,7 +671,10 @@ TIMELINE = TableSchema(
         *_ENGINE_COLUMNS,
         _i("step_id", "step counter"),
         _ns("ts_start_ns", "start of the step; null if no trace shows it"),
-        _s("start_source", "source of the start: summary, scheduled, update, request, log or log_change"),
+        _s(
+            "start_source",
+            "source of the start: summary, scheduled, update, request, or the source of stamped steps, with _change where a coarse stamp changes",
+        ),
         _duration("start_sd_us", "standard deviation of the start; 0 for a summary"),
         Column(
             "float64",
@@ -685,10 +687,8 @@ TIMELINE = TableSchema(
         _duration("cycle_sd_us", "standard deviation of cycle_us, from those of the starts"),
         _s(
             "cycle_source",
-            "adjacent (between two consecutive summaries), interval (over several steps), request (both starts counted from "
-            "requests), fpm (recorded), fpm_gpu (recorded, GPU time), sglang (between results in SGLang's spans), "
-            "client (between tokens at a load generator), log (between lines of a log) or log_interval "
-            "(between changes of its clock)",
+            "source of cycle_us: adjacent (between two consecutive summaries), interval (over several steps), request (both "
+            "starts counted from requests), or one in docs/reference/recordings.md",
         ),
         _step("interval_steps", "number of steps that cycle_us averages"),
         _n("num_prefill_reqs", "scheduled requests without an output token"),
@@ -710,7 +710,7 @@ TIMELINE = TableSchema(
         _sum("prefill_left_after", "prompt tokens that these requests still have to compute"),
         _n("num_preempted", "requests preempted by this step"),
         _i("duration_us", "time inside schedule()", "us"),
-        _s("composition_source", "summary, fpm, sglang, client, log, journey or request"),
+        _s("composition_source", "summary, journey, request, or the source of a recorded step"),
         _flag("journey_agrees", "requests and tokens computed from journeys equal those in the summary"),
         _i("journey_error_reqs", "scheduled requests computed from journeys minus those in the summary"),
         _i("journey_error_tokens", "tokens computed from journeys minus those in the summary", "token"),

@@ -10,13 +10,23 @@ from __future__ import annotations
 import polars as pl
 
 from tracefit.tables import dialects, schema
-from tracefit.tables.sources import CycleSource
+from tracefit.tables.sources import CycleSource, declare
 
 _LOOP, _CHUNK, _PROMPT = "decode_loop", "chunked_prefill", "prefill_forward"
 BLOCK_NS = 600_000_000_000
 """Length of the blocks of results that steps are made from: ten minutes fit into memory."""
 
-_APART = {CycleSource.SGLANG: 8, CycleSource.CLIENT: 3}
+SGLANG = declare(
+    CycleSource(
+        name="sglang",
+        interval="results of a step to those of the next, after idling from the arrival to the results, by SGLang's spans",
+        error="microseconds: the scheduler handles the results of a step one after the other",
+        seen_by="spans",
+    )
+)
+"""The steps that SGLang's spans show."""
+
+_APART = 8
 """Results belong to different batches if their ends differ by more than the shorter of their times divided by this."""
 
 RESULTS: dict[str, pl.DataType] = {
@@ -76,15 +86,15 @@ def results_of(spans: pl.DataFrame, requests: pl.DataFrame) -> pl.DataFrame:
     return results.select(pl.col(name).cast(kind) for name, kind in RESULTS.items())
 
 
-def batch_numbers(results: pl.DataFrame, source: CycleSource) -> pl.DataFrame:
-    """Return results in the order of time, with the number of their batch from 0."""
+def batch_numbers(results: pl.DataFrame, apart: int = _APART) -> pl.DataFrame:
+    """Return results in the order of time, with the number of their batch from 0; `apart` is `_APART` for them."""
     gap, shorter = pl.col("end_ns").diff(), pl.min_horizontal("lasted_ns", pl.col("lasted_ns").shift(1))
-    is_new = (gap * _APART[source] > shorter).fill_null(value=True)
+    is_new = (gap * apart > shorter).fill_null(value=True)
     return results.sort("end_ns", maintain_order=True).with_columns(batch=is_new.cum_sum() - 1)
 
 
 def steps_of(
-    results: pl.DataFrame, first_step: int, source: CycleSource = CycleSource.SGLANG
+    results: pl.DataFrame, first_step: int, source: CycleSource = SGLANG, apart: int = _APART
 ) -> pl.DataFrame:
     """Return the steps of a server in one block.
 
@@ -95,6 +105,7 @@ def steps_of(
         results: Columns as `RESULTS`.
         first_step: Number of the first step.
         source: The source of the results.
+        apart: `_APART` for them.
 
     Returns:
         Rows of `steps`. The first and the last of a block have a null time: their results may continue in
@@ -107,7 +118,7 @@ def steps_of(
         return pl.when(values.null_count() == 0).then(values.sum())
 
     steps = (
-        batch_numbers(results, source)
+        batch_numbers(results, apart)
         .group_by(step_id=pl.col("batch") + first_step, maintain_order=True)
         .agg(
             pl.col("server").first(),
@@ -130,6 +141,6 @@ def steps_of(
     )
     return steps.with_columns(
         cycle_us=pl.when("is_inner").then((pl.col("unix_ns") - pl.col("since_ns")) / 1e3),
-        cycle_source=pl.lit(source.value),
+        cycle_source=pl.lit(source.name),
         epoch=pl.lit(0, pl.Int64),
     )

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import polars as pl
 
-from tracefit.tables.sources import CycleSource
+from tracefit.tables.sources import SOURCES, StepFields, is_from
 from tracefit.text import number
 
 if TYPE_CHECKING:
@@ -64,6 +64,14 @@ _DECODE_STEP_US = (50.0, 5e6)
 """Times that a step of output tokens alone takes on any server: launching its kernels takes longer, reading its weights takes less."""
 
 
+_SOURCE = pl.col("cycle_source").first()
+
+
+def has_fields() -> pl.Expr:
+    """Return which rows of `steps` are from a source whose units are checked."""
+    return is_from(lambda source: source.fields)
+
+
 def step_unit_faults(pieces: Iterable[pl.DataFrame]) -> pl.DataFrame:
     """Return the servers whose recorded step times do not fit the times at which the records were received.
 
@@ -85,37 +93,38 @@ def step_unit_faults(pieces: Iterable[pl.DataFrame]) -> pl.DataFrame:
     sums, untimed = pl.concat(between), pl.concat(decodes)
     of_server = (
         sums.group_by("server", maintain_order=True)
-        .agg(pl.sum("steps", "cycle_us", "passed_us"), pl.median("ratio"), pl.median("unix_ns"))
+        .agg(_SOURCE, pl.sum("steps", "cycle_us", "passed_us"), pl.median("ratio"), pl.median("unix_ns"))
         .filter(pl.col("steps") >= _LEAST_STEPS)
     )
-    columns = ("server", "cycle_us", "passed_us", "ratio", "unix_ns")
+    columns = ("server", "cycle_source", "cycle_us", "passed_us", "ratio", "unix_ns")
     rows = [
-        (server, *_step_fault(cycle_us / passed_us, unix_ns))
-        for server, cycle_us, passed_us, ratio, unix_ns in of_server.select(columns).iter_rows()
+        (server, *_step_fault(_fields(source), cycle_us / passed_us, unix_ns))
+        for server, source, cycle_us, passed_us, ratio, unix_ns in of_server.select(columns).iter_rows()
         if passed_us > 0 and power_of(cycle_us / passed_us) == power_of(ratio) != 0
     ]
     of_untimed = untimed.group_by("server", maintain_order=True).agg(
-        pl.sum("steps", "timed"), pl.median("cycle_us")
+        _SOURCE, pl.sum("steps", "timed"), pl.median("cycle_us")
     )
-    for server, steps, timed, cycle_us in of_untimed.iter_rows():
+    for server, source, steps, timed, cycle_us in of_untimed.iter_rows():
         least, most = _DECODE_STEP_US
         if not timed and steps >= _LEAST_STEPS and not least <= cycle_us <= most:
-            rows.append((server, "cycle_us", _untimed_fault(cycle_us)))
+            rows.append((server, "cycle_us", _untimed_fault(_fields(source), cycle_us)))
     return pl.DataFrame(rows, dict.fromkeys(("server", "column", "reason"), pl.String), orient="row")
 
 
 def _times_between(steps: pl.DataFrame) -> pl.DataFrame:
-    """Return sums over the busy steps of each server: server, steps, cycle_us, passed_us, and medians: ratio, unix_ns."""
+    """Return the source of each server, sums over its busy steps: steps, cycle_us, passed_us, and medians: ratio, unix_ns."""
     engine = ["server", "epoch"]
     passed_us = pl.col("unix_ns").diff().over(engine) / 1e3
     is_next = (pl.col("step_id").diff().over(engine) == 1) & (pl.col("num_decode_reqs") > 0)
     busy = (
-        steps.filter(pl.col("cycle_source") == CycleSource.FPM.value)
+        steps.filter(has_fields())
         .with_columns(passed_us=passed_us, is_next=is_next)
         .filter("is_next")
         .drop_nulls(["cycle_us", "passed_us"])
     )
     return busy.group_by("server", maintain_order=True).agg(
+        _SOURCE,
         pl.sum("cycle_us", "passed_us"),
         pl.median("unix_ns"),
         steps=pl.len(),
@@ -124,20 +133,26 @@ def _times_between(steps: pl.DataFrame) -> pl.DataFrame:
 
 
 def _decode_times(steps: pl.DataFrame) -> pl.DataFrame:
-    """Return the steps of each server that only decode: server, steps, timed (those with a time of receipt), median cycle_us."""
+    """Return the steps of each server that only decode: server, cycle_source, steps, timed (those with a time of receipt), median cycle_us."""
     decodes = (pl.col("num_decode_reqs") > 0) & (pl.col("prefill_tokens").fill_null(0) == 0)
-    known = steps.filter(pl.col("cycle_source") == CycleSource.FPM.value, decodes).drop_nulls("cycle_us")
+    known = steps.filter(has_fields(), decodes).drop_nulls("cycle_us")
     return (
         known.group_by("server", maintain_order=True)
-        .agg(pl.median("cycle_us"), steps=pl.len(), timed=pl.col("unix_ns").count())
-        .select("server", "steps", "timed", "cycle_us")
+        .agg(_SOURCE, pl.median("cycle_us"), steps=pl.len(), timed=pl.col("unix_ns").count())
+        .select("server", "cycle_source", "steps", "timed", "cycle_us")
     )
 
 
-def _untimed_fault(cycle_us: float) -> str:
+def _fields(source: str) -> StepFields:
+    fields = SOURCES[source].fields
+    assert fields  # noqa: S101 - sources without them are not compared
+    return fields
+
+
+def _untimed_fault(fields: StepFields, cycle_us: float) -> str:
     return (
         f"the median time of steps that only decode is {number(cycle_us / 1e6)} s, which no server takes: "
-        "wall_time is read in s, latency_ms in ms"
+        f"{fields.units}"
     )
 
 
@@ -145,19 +160,18 @@ _LEAST_UNIX_NS = 10**17
 """No record is received before this time, in 1973: it is in a coarser unit than ns."""
 
 
-def _step_fault(ratio: float, unix_ns: float) -> tuple[str, str | None]:
+def _step_fault(fields: StepFields, ratio: float, unix_ns: float) -> tuple[str, str | None]:
     """Return the column of `steps` that is in the wrong unit, and the fault."""
     if unix_ns < _LEAST_UNIX_NS:
-        return "unix_ns", unit_fault("the range of received_at_ns", "the time of the steps", 1 / ratio, "ns")
-    return "cycle_us", unit_fault("wall_time", "the time between the records", ratio, "s")
+        return "unix_ns", unit_fault(f"the range of {fields.stamp}", "the time of the steps", 1 / ratio, "ns")
+    return "cycle_us", unit_fault(fields.time, "the time between the records", ratio, "s")
 
 
 def without_wrong_units(pieces: Iterable[pl.DataFrame], faults: pl.DataFrame) -> Iterator[pl.DataFrame]:
     """Yield rows of `steps` without the values that are in the wrong unit; `faults` is what `step_unit_faults` returned."""
     for piece in pieces:
         is_off = {
-            column: pl.col("server").is_in(faults.filter(column=column)["server"].implode())
-            & (pl.col("cycle_source") == CycleSource.FPM.value).fill_null(value=False)
+            column: pl.col("server").is_in(faults.filter(column=column)["server"].implode()) & has_fields()
             for column in ("cycle_us", "unix_ns")
         }
         yield piece.with_columns(pl.when(~mark).then(name).alias(name) for name, mark in is_off.items())

@@ -14,7 +14,7 @@ from tracefit.tables.epochs import BOUNDS, STRAY_STEPS, STRAYS
 from tracefit.tables.qualified import QUALIFIED, qualified
 from tracefit.tables.record_servers import with_names, with_one_clock
 from tracefit.tables.rows import NO_CLOCK
-from tracefit.tables.sources import CycleSource
+from tracefit.tables.sources import is_from
 from tracefit.tables.staging import read_staged, staged_bytes
 
 if TYPE_CHECKING:
@@ -144,12 +144,9 @@ class Window:
         rows = with_names(with_one_clock(rows, self.clock_setbacks), self.record_servers)
         if not self.log_owners:
             return rows
-        of_log, run = (
-            pl.col("cycle_source") == CycleSource.LOG.value,
-            pl.col("run") if self.several else pl.lit(0),
-        )
+        run = pl.col("run") if self.several else pl.lit(0)
         owner = run.replace_strict(self.log_owners, default=None, return_dtype=pl.String)
-        is_owned = of_log & pl.col("server").is_not_null()
+        is_owned = is_from(lambda source: source.of_traced_server) & pl.col("server").is_not_null()
         return rows.with_columns(
             server=pl.when(is_owned).then(pl.coalesce(owner, "server")).otherwise("server")
         )

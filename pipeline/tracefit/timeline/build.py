@@ -11,11 +11,11 @@ import polars as pl
 
 from tracefit.tables import schema
 from tracefit.tables.schema import ENGINE, SERVER
-from tracefit.tables.sources import CycleSource
+from tracefit.tables.sources import ADJACENT, INTERVAL, REQUEST, SOURCES
 from tracefit.timeline.anchors import execution_lags, step_starts
 from tracefit.timeline.composition import EngineLimits, compose
 from tracefit.timeline.engines import StepAxis, bincount_at, position, step_axis
-from tracefit.timeline.logged_steps import CHANGE, FINE
+from tracefit.timeline.logged_steps import is_logged, sources_of_intervals
 from tracefit.timeline.segments import core_events, running_segments, waiting_segments, with_steps_by_time
 
 _SUMMARY = tuple(
@@ -150,7 +150,7 @@ def _logged_contexts() -> list[pl.Expr]:
 
     The log counts the prompt tokens that are computed; the other prompt tokens of a request come from the prefix cache.
     """
-    logged = (pl.col("cycle_source") == CycleSource.LOG.value).fill_null(value=False)
+    logged = is_logged()
     counts = {"context_tokens": "num_decode_reqs", "prefill_context_tokens": "num_prefill_reqs"}
     cached = (pl.col("journey.prefill_tokens") - pl.col("prefill_tokens")).clip(lower_bound=0)
     added = {"context_tokens": pl.lit(0), "prefill_context_tokens": pl.when(logged).then(cached).otherwise(0)}
@@ -261,13 +261,13 @@ def _with_cycles(rows: pl.DataFrame) -> pl.DataFrame:
     # If a step between two starts has no composition, the work in that time is unknown.
     full = (pl.col("members") == pl.col("interval_steps")) & pl.col("composed") & (pl.col("cycle_us") > 0)
     single = pl.col("interval_steps") == 1
-    kinds = {"request": CycleSource.REQUEST, CHANGE: CycleSource.LOG_INTERVAL, FINE: CycleSource.LOG_INTERVAL}
+    means = {REQUEST.name: REQUEST.name, **sources_of_intervals()}
     source = (
         pl.when(pl.col("exact") & single)
-        .then(pl.lit(CycleSource.ADJACENT.value))
-        .when((pl.col("start_source") == FINE) & single)
-        .then(pl.lit(CycleSource.LOG.value))
-        .otherwise(pl.col("start_source").replace_strict(kinds, default=CycleSource.INTERVAL.value))
+        .then(pl.lit(ADJACENT.name))
+        .when(is_logged("start_source") & single)
+        .then("start_source")
+        .otherwise(pl.col("start_source").replace_strict(means, default=INTERVAL.name))
     )
     spans = spans.filter(full).select(
         "position", "interval_steps", "cycle_us", "cycle_sd_us", "idle_after", cycle_source=source
@@ -279,5 +279,13 @@ def _with_cycles(rows: pl.DataFrame) -> pl.DataFrame:
         cycle_us=pl.coalesce("recorded_us", "cycle_us"),
         cycle_source=pl.when(is_recorded).then("recorded_source").otherwise("cycle_source"),
         interval_steps=pl.when(is_recorded).then(1).otherwise("interval_steps"),
-        cycle_sd_us=pl.when(is_recorded).then(0.0).otherwise("cycle_sd_us"),
+        cycle_sd_us=pl.when(is_recorded).then(_stated_sd_us()).otherwise("cycle_sd_us"),
     )
+
+
+def _stated_sd_us() -> pl.Expr:
+    """Return the standard deviation of the time in a record; that of a logged step, which agrees with the clock, is not known."""
+    sd_us = {name: source.sd_us for name, source in SOURCES.items() if source.is_stated and source.sd_us}
+    if not sd_us:
+        return pl.lit(0.0)
+    return pl.col("recorded_source").replace_strict(sd_us, default=0.0, return_dtype=pl.Float64)

@@ -18,7 +18,7 @@ import polars.selectors as cs
 from tracefit.statistics import robust_sd_expr
 from tracefit.tables.schema import ENGINE
 from tracefit.timeline.engines import range_add
-from tracefit.timeline.logged_steps import CHANGE, FINE, LoggedSteps, is_logged
+from tracefit.timeline.logged_steps import LoggedSteps, is_change, is_logged
 from tracefit.timeline.request_graph import (
     DEFAULT_TOKEN_BUDGET,
     REQUEST_COLUMNS,
@@ -84,7 +84,7 @@ def place_on_log(requests: pl.DataFrame, clock: LoggedSteps, limits: EngineLimit
     lines = lines.join(base, on="epoch", maintain_order="left").with_columns(
         at=pl.col("base") + pl.col("step_id"), seconds=(pl.col("unix_ns") - arrays.zero_ns) / 1e9
     )
-    is_coarse = CHANGE in clock.starts["start_source"]
+    is_coarse = bool(clock.starts.select(is_change().any()).item())
     prompts = np.bincount(graph.first, arrays.prompt_tokens, graph.size).astype(np.int64)
     nodes = pl.DataFrame(
         {"node": np.arange(graph.size), "node_s": graph.time_us / 1e6, "prefill_tokens": prompts}
@@ -253,13 +253,13 @@ def _starts(
     at_ns = arrays.to_ns(graph.time_us)
     nodes = pl.DataFrame({"at": ended[matched].astype(np.int64), "ts_start_ns": at_ns[matched]})
     nodes = nodes.unique("at", keep="last", maintain_order=True).sort("at")
-    engine = lines.select(*ENGINE, "base").unique("epoch").sort("base")
+    engine = lines.select(*ENGINE, "base", "cycle_source").unique("epoch").sort("base")
     nodes = nodes.join_asof(engine, left_on="at", right_on="base").select(
         *ENGINE,
         "ts_start_ns",
         step_id=pl.col("at") - pl.col("base") + 1,
         start_sd_us=pl.lit(STAMP_SD_US),
-        start_source=pl.lit(FINE),
+        start_source="cycle_source",
         pause=pl.lit(value=False),
     )
     # Steps that have both a node and a line show how far lines are from the ends of their steps.
@@ -267,7 +267,7 @@ def _starts(
     both = moved.join(nodes, on=[*ENGINE, "step_id"], suffix="_node")
     late = pl.col("ts_start_ns") - pl.col("ts_start_ns_node")
     late_ns, sd_us = both.select(late.median().alias("ns"), sd_us=robust_sd_expr(late) / 1e3).row(0)
-    is_fine = pl.col("start_source") == FINE
+    is_fine = ~is_change()
     moved = moved.with_columns(
         ts_start_ns=pl.col("ts_start_ns") - pl.when(is_fine).then(round(late_ns or 0)).otherwise(0),
         start_sd_us=pl.when(is_fine)

@@ -1,4 +1,4 @@
-"""The clock of the steps in vLLM's log: when each step began, as far as the stamps of the lines show it.
+"""The clock of stamped steps, such as the lines of a server's log: when each step began, as far as the stamps of the lines show it.
 
 A line ends its step, so that the stamp of a line is the start of the next step. If stamps are finer than steps, every line gives
 a start. If they are coarser, such as the whole seconds of the default format, a change of the stamp is the start of the step whose
@@ -18,10 +18,7 @@ import polars as pl
 
 from tracefit.statistics import Matrix, Vector, robust_sd, robust_sd_expr
 from tracefit.tables.schema import ENGINE, SERVER
-from tracefit.tables.sources import CycleSource
-
-_STAMP_SD_US = 100.0
-"""Distance of a fine stamp from the end of its step, measured on two runs with recorded ends."""
+from tracefit.tables.sources import SOURCES, is_from, names_of
 
 _MAX_DIFFERENCE = 0.05
 """Waits and work count as step times if their median difference from the clock is at most this share of it."""
@@ -70,8 +67,8 @@ _CLEARLY_BETTER = 0.8
 """Work in proportion to the waits counts if it leaves less than this share of the deviations that work by step, request and prompt
 leaves."""
 
-FINE, CHANGE = "log", "log_change"
-"""Sources of starts: the stamp of the line before, or a change of a coarse stamp."""
+_CHANGE = "_change"
+"""The source of a start is that of its step: the stamp of the line before; with this behind it, a change of a coarse stamp."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +87,20 @@ class LoggedSteps:
     jumps: pl.DataFrame
 
 
-def is_logged() -> pl.Expr:
-    """Return which rows of `steps` are lines of vLLM's log."""
-    return (pl.col("cycle_source") == CycleSource.LOG.value).fill_null(value=False)
+def is_logged(column: str = "cycle_source") -> pl.Expr:
+    """Return which rows have a source of stamped steps, as the lines of a log are."""
+    return is_from(lambda source: source.is_stamped, column)
+
+
+def is_change() -> pl.Expr:
+    """Return which starts are changes of a coarse stamp; the others are stamps, or follow from them."""
+    return pl.col("start_source").str.ends_with(_CHANGE)
+
+
+def sources_of_intervals() -> dict[str, str]:
+    """Return the source of the means over several steps that begin at a stamped start, by the source of the start."""
+    means = {name: SOURCES[name].means for name in names_of(lambda source: source.means)}
+    return means | {f"{name}{_CHANGE}": mean for name, mean in means.items()}
 
 
 def log_clock(steps: pl.DataFrame) -> LoggedSteps:
@@ -114,6 +122,7 @@ def log_clock(steps: pl.DataFrame) -> LoggedSteps:
             *ENGINE,
             "is_coarse",
             "tick_ns",
+            "cycle_source",
             interval=pl.int_range(1, pl.len() + 1).over(ENGINE).cast(rows.schema["interval"]),
             step_id=step + pl.when("is_coarse").then(0).otherwise(1),
             ts_start_ns=stamp,
@@ -146,14 +155,14 @@ def log_clock(steps: pl.DataFrame) -> LoggedSteps:
         pl.when("is_coarse")
         # The last change has no step time: it gets the time of the steps before it.
         .then(_EVEN_SD * (pl.col("time_us") / pl.col("count")).forward_fill().over(ENGINE))
-        .otherwise((_STAMP_SD_US**2 + (_EVEN_SD * pl.col("tick_ns") / 1e3) ** 2).sqrt())
+        .otherwise((_stamp_sd_us() ** 2 + (_EVEN_SD * pl.col("tick_ns") / 1e3) ** 2).sqrt())
     )
     terms = (pl.col(f"{name}_us") * column for name, column in _WORK.items())
     work_us = pl.sum_horizontal(terms, ignore_nulls=False)
     chosen = steps.join(works, on=SERVER, how="left", maintain_order="left").with_columns(
         cycle_us=pl.when(is_logged()).then(pl.col("cycle_us") + work_us).otherwise("cycle_us")
     )
-    source = pl.when("is_coarse").then(pl.lit(CHANGE)).otherwise(pl.lit(FINE))
+    source = pl.when("is_coarse").then(pl.col("cycle_source") + _CHANGE).otherwise("cycle_source")
     # The time of a jump is not the steps', as that of a pause is not.
     starts = starts.with_columns(
         start_sd_us=sd_us, start_source=source, pause=pl.col("pause") | pl.col("jump")
@@ -200,8 +209,7 @@ def without_jumps(timeline: pl.DataFrame, jumps: pl.DataFrame | None) -> tuple[p
         return timeline, counts
     jumped = jumps.drop("reason").with_columns(jump=pl.lit(value=True))
     rows = timeline.join(jumped, on=[*ENGINE, "step_id"], how="left", maintain_order="left")
-    of_log = pl.col("cycle_source").is_in([CycleSource.LOG.value, CycleSource.LOG_INTERVAL.value])
-    is_jump = (pl.col("jump") & of_log).fill_null(value=False)
+    is_jump = (pl.col("jump") & is_logged()).fill_null(value=False)
     nothing = ("cycle_us", "cycle_source", "cycle_sd_us", "interval_steps")
     without = rows.with_columns(
         *(pl.when(~is_jump).then(name).alias(name) for name in nothing),
@@ -233,6 +241,12 @@ def _lines(steps: pl.DataFrame) -> pl.DataFrame:
     )
 
 
+def _stamp_sd_us() -> pl.Expr:
+    """Return the distance of a fine stamp from the end of its step."""
+    sd_us = {name: SOURCES[name].sd_us for name in names_of(lambda source: source.is_stamped)}
+    return pl.col("cycle_source").replace_strict(sd_us, default=None, return_dtype=pl.Float64)
+
+
 def _continues() -> pl.Expr:
     """Return which lines go on with a prompt of the line before, so that the engine did not idle between the two.
 
@@ -253,7 +267,8 @@ def every_start(steps: pl.DataFrame, starts: pl.DataFrame) -> pl.DataFrame:
         steps: The `steps` of `LoggedSteps`.
         starts: The `starts` of `LoggedSteps`, or those of requests on its steps (`place_on_log`).
     """
-    timed = steps.filter(is_logged()).drop_nulls("cycle_us").select(*ENGINE, "step_id", "cycle_us")
+    timed = steps.filter(is_logged()).drop_nulls("cycle_us")
+    timed = timed.select(*ENGINE, "step_id", "cycle_us", "cycle_source")
     timed = timed.join(starts, on=ENGINE, how="semi")
     if not timed.height:
         return starts
@@ -277,9 +292,9 @@ def every_start(steps: pl.DataFrame, starts: pl.DataFrame) -> pl.DataFrame:
             part.with_columns(
                 ts_start_ns=pl.coalesce("ts_start_ns", pl.Series(start_ns)),
                 start_sd_us=pl.col("start_sd_us").forward_fill().backward_fill(),
-                start_source=pl.col("start_source").fill_null(CHANGE),
+                start_source=pl.col("start_source").fill_null(pl.col("cycle_source") + _CHANGE),
                 # Whole seconds do not show which step the idle time follows.
-                pause=(pl.col("pause") & (pl.col("start_source") == FINE)).fill_null(value=False),
+                pause=(pl.col("pause") & ~is_change()).fill_null(value=False),
             ).select(starts.columns)
         )
     return pl.concat(parts)

@@ -6,7 +6,7 @@ from itertools import cycle
 from typing import TYPE_CHECKING, Unpack
 
 from tracefit.diagnostics.breakdown import OR, STEP_PARTS
-from tracefit.features.targets import parts_of
+from tracefit.models.targets import parts_of
 from tracefit.reports.document import Figure, Table
 from tracefit.reports.figures.elements import (
     AMBER,

@@ -8,12 +8,12 @@ from itertools import chain
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from tracefit.coefficients.model import LinearModel
 from tracefit.diagnostics.attempts import Attempts
 from tracefit.diagnostics.breakdown import step_breakdown
 from tracefit.diagnostics.rows import MOST_RUNS
-from tracefit.features.targets import is_step_model
 from tracefit.fit.splits import of_means
+from tracefit.models.schema import LinearModel
+from tracefit.models.targets import is_step_model
 from tracefit.reports.figures.breakdown import breakdown_figure, first_token_figure
 from tracefit.reports.figures.engines import engine_figure
 from tracefit.reports.figures.evaluation import (
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     import polars as pl
 
-    from tracefit.coefficients.model import DeploymentEvaluation
+    from tracefit.coefficients.documents import DeploymentEvaluation
     from tracefit.diagnostics.deployment import DeploymentDiagnostics
     from tracefit.diagnostics.slowest import SlowRequest
     from tracefit.reports.document import Figure

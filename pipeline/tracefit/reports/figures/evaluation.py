@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Unpack
 
 from tracefit.diagnostics.groups import US_PER_MS
 from tracefit.diagnostics.rows import MarkedInterval
-from tracefit.features.targets import LATENCIES
 from tracefit.fit.splits import of_means
+from tracefit.models.targets import LATENCIES
 from tracefit.reports.document import Figure, Table
 from tracefit.reports.figures.elements import (
     GREEN,
@@ -33,7 +33,7 @@ from tracefit.text import count, number, percent, plural
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from tracefit.coefficients.model import DeploymentEvaluation
+    from tracefit.coefficients.documents import DeploymentEvaluation
     from tracefit.reports.document import Trace
     from tracefit.results.plans import PlanPoint, ServerPlan
 

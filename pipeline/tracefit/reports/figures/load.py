@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tracefit.diagnostics.groups import ENOUGH_FOR_P90, bins_by_run
-from tracefit.features.targets import LATENCIES
+from tracefit.models.targets import LATENCIES
 from tracefit.options import LimitsOption, flag_of
 from tracefit.reports.document import Figure, Table
 from tracefit.reports.figures.elements import (

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, NamedTuple, Unpack
 
 import polars as pl
 
-from tracefit.coefficients.model import RegimesModel
 from tracefit.diagnostics.groups import bins_of
 from tracefit.diagnostics.rows import (
     BATCH_COLUMNS,
@@ -21,6 +20,7 @@ from tracefit.diagnostics.rows import (
     strongest_features,
     time_unit,
 )
+from tracefit.models.schema import RegimesModel
 from tracefit.reports.document import Figure, Table
 from tracefit.reports.figures.elements import (
     BLUE,
@@ -46,9 +46,9 @@ from tracefit.text import count, number, percent, plural
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from tracefit.coefficients.model import Model
     from tracefit.diagnostics.groups import Bin
     from tracefit.diagnostics.rows import MarkedInterval
+    from tracefit.models.schema import Model
     from tracefit.reports.document import Trace
 
 

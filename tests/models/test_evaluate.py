@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import csv
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import polars as pl
 import pytest
 from pydantic import TypeAdapter
 
-from tracefit.coefficients.compiled import CompiledModel, Formulas
-from tracefit.coefficients.model import Model
-from tracefit.coefficients.predict import predict_row
-from tracefit.coefficients.predict_frames import predict_rows
 from tracefit.consumers.csv import to_csv
 from tracefit.errors import UsageError
+from tracefit.models.columns import amounts_of, column_of, with_definitions
+from tracefit.models.evaluate import CompiledModel
+from tracefit.models.formulas import Formulas
+from tracefit.models.frames import predict_rows
+from tracefit.models.predict import predict_row
+from tracefit.models.schema import Model
 from tracefit.reports import content
 
 
@@ -193,27 +193,15 @@ def test_frame_uses_only_the_next_step_start():
     """The work takes 1,440 us. A boundary in 3,000 us is waited for; an idle engine takes only the work; one in 900 us is missed: unknown."""
     rows = pl.DataFrame({"step_residual_us": [3000.0, None, 900.0], "prompt_tokens": [100.0] * 3})
     compiled = CompiledModel(_boundary())
-    assert rows.select(compiled.expression_with_clock()).to_series().to_list() == [2970.0, 1440.0, None]
+    admitted = compiled.evaluate_with_clock(amounts_of(rows, compiled.columns_with_clock))
+    assert column_of("us", admitted, 3).to_list() == [2970.0, 1440.0, None]
     assert compiled.columns_with_clock == {"step_residual_us", "prompt_tokens"}
-
-
-@pytest.mark.slow
-def test_row_is_evaluated_without_polars_and_numpy(small):
-    code = (
-        "import sys, tracefit\n"
-        f"models = tracefit.load({str(small)!r})\n"
-        "models.predict_request(prompt_tokens=50, output_tokens=11, queue=3)\n"
-        "models.predict_step(batch=4)\n"
-        "print(sorted({'polars', 'numpy', 'sklearn', 'pyarrow'} & sys.modules.keys()))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
 
 
 def test_long_chain_of_definitions_is_computed():
     """Each definition is computed from only its own inputs: as columns of one growing frame, 900 took 22 s."""
     chain = Formulas.parse({f"d{n}": f"d{n - 1} + 1" if n else "a" for n in range(900)}, where="chain")
-    found = chain.frame(pl.DataFrame({"a": [1.0, 2.0]}), ["d899"])
+    found = with_definitions(pl.DataFrame({"a": [1.0, 2.0]}), chain, ["d899"])
     assert found["d899"].to_list() == [900, 901]
 
 

@@ -93,16 +93,6 @@ class StepTarget:
         return f"beta.{self.name}"
 
 
-RECORDED = {
-    "fpm": "wall_time of ForwardPassMetrics: output of a step to output of the next, after idling from schedule() to output",
-    "fpm_gpu": "wall_time of ForwardPassMetrics: GPU time of the step, without what the engine does between steps",
-    "log": "a line of the server's log to the next one, which ends the step; of whole seconds its wait and the engine's usual work",
-    "log_interval": "mean of the steps between two changes of the clock of the server's log",
-    "client": "tokens of a step to those of the next, after idling from the send to the tokens, as the client received them",
-    "sglang": "results of a step to those of the next, after idling from the arrival to the results, by SGLang's spans",
-}
-"""The interval of recorded steps, by their source in the timeline; other sources have the step clock's interval."""
-
 CYCLE_TIME = StepTarget("cycle_time", "step_clock", "start of a step to start of the next, engine busy")
 DURATION = StepTarget("duration", "duration", "step.duration_us as the server stamps it")
 

@@ -2,7 +2,7 @@
 
 A user describes a step by its batch and its tokens, a request by its lengths and the load at its arrival;
 models read the columns of tables, such as `kv_blocks_used`. Each column is a formula over the description, so
-that one row in plain Python and a frame in polars are computed alike. A block is the unit in which vLLM hands
+that one row and many are computed alike. A block is the unit in which vLLM hands
 out its KV cache, `block_size` tokens each: the last block of a request is counted as half full.
 """
 
@@ -12,11 +12,14 @@ import math
 from typing import TYPE_CHECKING, Any, Literal
 
 from tracefit.errors import UsageError
+from tracefit.models.amounts import smallest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from tracefit.coefficients.model import Workload
+    from tracefit.models.amounts import Amount
+    from tracefit.models.formulas import Amounts
+    from tracefit.models.schema import Workload
 
 STEP_INPUTS = ("batch", "context", "prefill", "prefill_reqs", "prefill_done", "waiting")
 
@@ -187,12 +190,12 @@ _COUNTS = {*STEP_INPUTS, *STEP_COLUMNS, *REQUEST_INPUTS, *OTHERS}
 """Names whose values cannot be negative."""
 
 
-def step_inputs(stated: Mapping[str, float | None]) -> dict[str, float | None]:
-    """Return the values of `STEP_INPUTS` of a described step: 0 if not given."""
-    given = {name: stated.get(name) for name in STEP_INPUTS}
+def step_inputs(described: Amounts) -> dict[str, Amount]:
+    """Return the amounts of `STEP_INPUTS` of a described step: 0 if not given."""
+    given = {name: amount for name, amount in described.items() if name in STEP_INPUTS}
     # A step with prompt tokens prefills at least one request.
-    implied = {"prefill_reqs": min(given["prefill"] or 0.0, 1.0)}
-    return {name: implied.get(name, 0.0) if value is None else value for name, value in given.items()}
+    implied = smallest(given.get("prefill", 0.0), 1.0)
+    return {**dict.fromkeys(STEP_INPUTS, 0.0), "prefill_reqs": implied, **given}
 
 
 def others_like(mean: Workload | None) -> dict[str, float] | None:

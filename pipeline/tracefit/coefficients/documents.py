@@ -1,36 +1,27 @@
 """The published files, as pydantic models: coefficient files (alpha.json, beta.json) and the evaluation.
 
-A coefficient file holds one model per name and deployment, in one of three forms: one line (`LinearModel`), one
-line per regime (`RegimesModel`), or API work followed by the wait for a step boundary (`BoundaryModel`).
-Results of the fit (`fit.results`) are published as they are; the classes here compose them and add values
-that only the files have. The rules of the files (no unknown keys, finite numbers) hold for those results too.
+A coefficient file holds one model (`models.schema`) per name and deployment. Models and results of the fit (`fit.results`) are
+published as they are; the classes here compose them and add values that only the files have. The rules of the files (no unknown
+keys, finite numbers) hold for all of them.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from typing import Annotated, Literal, Self
+from typing import Literal, Self
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import Field, model_validator
 
-from tracefit.evaluator import MAX_FORMULA_CHARS, MAX_MODELS, MAX_REGIMES, MAX_TERMS
-from tracefit.features import targets
+from tracefit.evaluator import MAX_MODELS
 from tracefit.fit.results import (
-    Condition,
-    Identifier,
     Latency,
     LeftOutErrors,
-    Metrics,
     Missing,
-    Number,
-    OmittedFeature,
     Overload,
-    Strict,
     SummedTime,
-    TargetFacts,
-    Term,
-    Validation,
 )
+from tracefit.models.schema import Model, NotFitted, RequestRange, Strict
+from tracefit.models.validation import Validation
 from tracefit.results.plans import PlanPoint, ServerCapacity
 from tracefit.results.replays import RunReplay
 from tracefit.results.requests import RecordedLoad, RequestGroup
@@ -177,37 +168,6 @@ class Verdict(Strict):
     criteria: tuple[Criterion, ...]
 
 
-class RequestRange(Strict):
-    """Range of measured latencies around the predictions from a request's lengths, its batch and the queue.
-
-    `low_ratio` and `high_ratio` are the 5th and 95th percentile of measured / predicted over the requests of
-    the training part. Both are null unless 85 % of the later, held-out requests lie between the two. Every
-    request is described by the facts at its arrival, and only requests inside the training range of the
-    models count for the range.
-
-    Attributes:
-        requests: Requests of the training part, inside the training range.
-        requests_held_out: Held-out requests, inside the training range.
-        coverage_pct: Percent of these held-out requests that are in the range.
-        holdout: Errors of `predict` on all held-out requests.
-        baseline: Errors of the training median on the same held-out requests.
-        gradient_boosting: Errors of gradient boosting on the same inputs and requests.
-        reason: Why the range is missing.
-    """
-
-    deployment_id: str
-    latency: Literal["ttft", "itl", "e2e"]
-    low_ratio: float | None
-    high_ratio: float | None
-    requests: int
-    requests_held_out: int | None = None
-    coverage_pct: float | None
-    holdout: Metrics
-    baseline: Metrics
-    gradient_boosting: Metrics | None = None
-    reason: str | None = None
-
-
 class DeploymentEvaluation(Strict):
     """Everything about one deployment.
 
@@ -304,7 +264,7 @@ class Evaluation(Strict):
     """
 
     schema_: Literal["tracefit/evaluation"] = Field(default="tracefit/evaluation", alias="schema")
-    version: Literal[3] = 3
+    version: Literal[3, 4] = 4
     ingest: IngestEntry
     deployments: tuple[DeploymentEvaluation, ...]
     across: tuple[LeftOutErrors, ...] = ()
@@ -327,101 +287,6 @@ class Evaluation(Strict):
 # -- coefficient files ----------------------------------------------------------------------------------
 
 
-# A file may come from anyone, so its contents are bounded.
-Formula = Annotated[str, Field(max_length=MAX_FORMULA_CHARS)]
-
-
-def _each_feature_once(terms: tuple[Term, ...]) -> tuple[Term, ...]:
-    if len({term.feature for term in terms}) != len(terms):
-        raise ValueError("a feature has two terms")
-    return terms
-
-
-Terms = Annotated[tuple[Term, ...], Field(max_length=MAX_TERMS), AfterValidator(_each_feature_once)]
-
-
-class Linear(Strict):
-    """intercept + sum of value * feature, clipped at 0."""
-
-    form: Literal["linear"] = "linear"
-    intercept: Number
-    terms: Terms
-
-
-class Regime(Strict):
-    """One regime of a two-regime model."""
-
-    name: str
-    when: Condition
-    intercept: Number
-    terms: Terms
-
-
-class Work(Strict):
-    """A linear amount of work."""
-
-    intercept: Number
-    terms: Terms
-
-
-class Estimator(Strict):
-    """How the numbers were fitted.
-
-    Attributes:
-        cv_mae: Cross-validated mean absolute error of the choice.
-    """
-
-    name: str
-    penalty: str
-    strength: float
-    huber: float | None = None
-    chosen_by: str
-    cv_mae: float | None = None
-    folds: int = 0
-
-
-class TimeRange(Strict):
-    """Times of one server's rows, ns on its own monotonic clock."""
-
-    run_id: str
-    server: str
-    first_ns: int
-    holdout_from_ns: int
-    last_ns: int
-
-
-class RunInput(Strict):
-    """Content hashes of the inputs of one run's tables.
-
-    Attributes:
-        traces_sha256: Over the contents of the trace files, without their names and order.
-        context_sha256: Over settings, config.json and GPU as in the `runs` table.
-    """
-
-    run_id: str
-    traces_sha256: str
-    context_sha256: str
-
-
-class Training(Strict):
-    """Training data of the model.
-
-    Attributes:
-        rows: Rows of the training part.
-        exclusions: Rows left out of both parts, by reason.
-        inputs_sha256: SHA-256 over the contents of the trace files.
-    """
-
-    runs: tuple[str, ...]
-    rows: int
-    rows_used: int
-    rows_holdout: int
-    exclusions: dict[str, int]
-    time_range: tuple[TimeRange, ...]
-    inputs_sha256: str
-    inputs: tuple[RunInput, ...] = ()
-
-
 class Provenance(Strict):
     """Which program made the file; comparisons ignore this.
 
@@ -436,155 +301,6 @@ class Provenance(Strict):
     files: dict[str, str] = Field(default_factory=dict)
 
 
-class PromptSteps(Strict):
-    """The mean of a group of steps that compute prompts.
-
-    Attributes:
-        tokens: Prompt tokens of a step.
-        prompts: Requests with these prompt tokens.
-    """
-
-    tokens: float
-    prompts: float
-
-
-class Workload(Strict):
-    """The mean request of the training part; the other requests of a prediction are assumed to be like it.
-
-    Attributes:
-        cached_prompt_tokens: Prompt tokens in the prefix cache; 0 if unknown.
-        max_tokens: Output tokens allowed; null if unknown.
-        running_context_tokens: Tokens in the cache of a running request, mean over the steps that requests run in.
-        running_remaining_tokens: Output tokens that a running request may still generate, mean over the same steps.
-        prompt_steps: Steps that compute prompts, in groups of equal size from few tokens to many; empty if unknown.
-    """
-
-    requests: int
-    prompt_tokens: float
-    cached_prompt_tokens: float
-    output_tokens: float
-    max_tokens: float | None
-    running_context_tokens: float | None = None
-    running_remaining_tokens: float | None = None
-    prompt_steps: tuple[PromptSteps, ...] = ()
-
-
-class DeploymentFacts(Strict):
-    """Model, GPU and settings the model is valid for; nothing in `assumed` was stated by any input.
-
-    Attributes:
-        workload: The mean request; null if no journeys of requests are traced.
-        input_ranges: Smallest and largest value in training of the inputs that describe a step, and a request on
-            arrival.
-    """
-
-    model: str | None
-    gpu: str | None
-    architecture: dict[str, Scalar]
-    hardware: dict[str, Scalar]
-    settings: dict[str, Scalar]
-    assumed: tuple[str, ...] = ()
-    workload: Workload | None = None
-    input_ranges: dict[Literal["step", "request"], dict[str, tuple[float, float]]] = Field(
-        default_factory=dict
-    )
-
-
-class _ModelBase(Strict):
-    name: str
-    deployment_id: str | None = None
-    target: TargetFacts | None = None
-    estimator: Estimator | None = None
-    features_left_out: tuple[OmittedFeature, ...] = ()
-    training: Training | None = None
-    validation: Validation | None = None
-    deployment: DeploymentFacts | None = None
-    feature_set: str | None = Field(default=None, description="the declared features the model was offered")
-    definitions: dict[Identifier, Formula] = Field(
-        default_factory=dict,
-        max_length=MAX_TERMS,
-        description="names in formulas that are not table columns: a number, or a formula over columns and other names here",
-    )
-    notes: tuple[str, ...] = ()
-
-
-class LinearModel(_ModelBase):
-    """A linear model."""
-
-    form: Literal["linear"] = "linear"
-    intercept: Number
-    terms: Terms
-
-
-def _each_name_once(regimes: tuple[Regime, ...]) -> tuple[Regime, ...]:
-    if len({regime.name for regime in regimes}) != len(regimes):
-        raise ValueError("two regimes have one name")
-    return regimes
-
-
-class RegimesModel(_ModelBase):
-    """The first regime whose condition holds, then linear."""
-
-    form: Literal["regimes"]
-    regimes: Annotated[
-        tuple[Regime, ...], Field(min_length=1, max_length=MAX_REGIMES), AfterValidator(_each_name_once)
-    ]
-
-
-class Expectation(Linear):
-    """Expected admission without step times: the work, plus the expected rest of a step in progress.
-
-    Its intercept is the work's + busy_share * (residual + offset).
-
-    Attributes:
-        residual: Mean rest of a cycle c at a random time in it: E[c^2] / (2 E[c]).
-        busy_share: Share of the time in which a step is in progress.
-    """
-
-    residual: Number
-    busy_share: float = Field(ge=0, le=1)
-
-
-class BoundaryModel(_ModelBase):
-    """The first step start at or after the end of the work, plus offset; that end itself when the engine is idle.
-
-    Attributes:
-        queue: When work on an event begins: `one_at_a_time`, when it comes or when the work on the event before it on
-            the same server ends, whichever is later; null, when it comes.
-    """
-
-    form: Literal["boundary"]
-    boundary: Literal["step_start"]
-    queue: Literal["one_at_a_time"] | None = None
-    work: Work
-    offset: Number
-    without_clock: Linear
-    expectation: Expectation | None = None
-
-    @property
-    def work_us_per_prompt_token(self) -> float:
-        """API work per prompt token; 0 if the work has no such term."""
-        return sum(term.value for term in self.work.terms if term.feature == "prompt_tokens")
-
-
-# Discriminated by `form`, so that a damaged model reports only errors of its own form.
-Model = Annotated[LinearModel | RegimesModel | BoundaryModel, Field(discriminator="form")]
-LinearForm = LinearModel | Linear | Work | Regime
-"""Any type with an intercept and a sum of terms."""
-
-STEP_MODELS = tuple(target.model for target in targets.STEP_TARGETS)
-"""Names of the models of step times, the preferred one first."""
-
-
-class NotFitted(Strict):
-    """A model that could not be fitted, why, and what would give the data."""
-
-    name: str
-    deployment_id: str
-    reason: str
-    remedy: str | None = None
-
-
 class CoefficientFile(Strict):
     """alpha.json or beta.json.
 
@@ -593,7 +309,7 @@ class CoefficientFile(Strict):
     """
 
     schema_: Literal["tracefit/coefficients"] = Field(default="tracefit/coefficients", alias="schema")
-    version: Literal[3] = 3
+    version: Literal[3, 4] = 4
     kind: FileKind
     models: tuple[Model, ...] = Field(max_length=MAX_MODELS)
     not_fitted: tuple[NotFitted, ...] = ()
