@@ -156,7 +156,7 @@ lock: $(READY) ## pin the newest versions (requirements{,-ray,-vllm}.lock) and t
 	cd $(CURDIR) && $(BIN)/uv pip compile pyproject.toml --extra test --python-version 3.11 --resolution lowest-direct --no-emit-index-url --no-annotate --no-header --quiet --upgrade --output-file requirements-minimum.lock
 
 # The rooms that call these libraries: parsers, tables, fits, coefficient files, the command line and the reports.
-MINIMUM_TESTS ?= tests/otlp tests/tables tests/fit tests/coefficients tests/cli/test_options.py tests/cli/test_commands.py tests/reports tests/replay
+MINIMUM_TESTS ?= tests/otlp tests/tables tests/models tests/fit tests/coefficients tests/cli/test_options.py tests/cli/test_commands.py tests/reports tests/replay
 
 test-minimum: ## run the tests of what calls libraries, on the oldest versions pyproject.toml declares (Python 3.11)
 	$(PYTHON) -m venv .venv-minimum

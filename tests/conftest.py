@@ -78,14 +78,15 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark all but every n-th case of a test as slow where it is marked `mostly_slow(every=n)`."""
-    cases: dict[str, int] = {}
-    for item in items:
-        if marker := item.get_closest_marker("mostly_slow"):
-            test = item.nodeid.partition("[")[0]
-            cases[test] = cases.get(test, -1) + 1
-            if cases[test] % marker.kwargs["every"]:
-                item.add_marker(pytest.mark.slow)
+    """Mark all but every n-th case of a test as slow where it is marked `mostly_slow(every=n)`; likewise those of a campaign."""
+    for mark in ("slow", "campaign"):
+        cases: dict[str, int] = {}
+        for item in items:
+            if marker := item.get_closest_marker(f"mostly_{mark}"):
+                test = item.nodeid.partition("[")[0]
+                cases[test] = cases.get(test, -1) + 1
+                if cases[test] % marker.kwargs["every"]:
+                    item.add_marker(mark)
 
 
 @pytest.hookimpl(tryfirst=True)

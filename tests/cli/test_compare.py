@@ -160,6 +160,7 @@ def test_a_server_that_became_slower_has_drifted(tracefit, trained, tmp_path, ne
     assert tracefit("compare", trained / "models", tables, "--slack", 100)[0] == 0
 
 
+@pytest.mark.slow
 def test_new_traces_that_are_too_short_cannot_tell(tracefit, trained, tmp_path, new_traces):
     tables = _tables(tmp_path, new_traces, seed=8, steps=20, requests=10)
     code, out, _ = tracefit("compare", trained / "models/beta.json", tables, "--json")
@@ -225,6 +226,7 @@ def test_another_sampling_is_no_drift(tracefit, sampled_later):
     assert "drifted" not in {d["verdict"] for d in result["drift"]}
 
 
+@pytest.mark.slow
 def test_new_traces_of_another_server_are_one_line(tracefit, trained, tmp_path, new_traces):
     def other(folder):
         with (folder / "exp-config.yaml").open("a") as config:

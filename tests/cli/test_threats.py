@@ -260,6 +260,7 @@ def test_csv_files_have_no_formulas(name):
     assert list(csv.reader(io.StringIO(csv_text(pl.DataFrame({"hw": [name]}))))) == [["hw"], [quoted]]
 
 
+@pytest.mark.slow
 def test_prompt_quoted_by_an_error_is_not_kept(tmp_path, tracefit, traces):
     quoted = "patient Jane Doe"
     traces.api(1, {"ARRIVED": 0, "ABORTED": 10}).api(2, {"ARRIVED": 0, "ABORTED": 10})

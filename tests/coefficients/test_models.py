@@ -770,6 +770,7 @@ def test_a_misspelt_column_is_the_one_that_is_named(small, columns, meant):
     assert meant in str(caught.value)
 
 
+@pytest.mark.slow
 def test_row_is_evaluated_without_polars_and_numpy(small):
     code = (
         "import sys, tracefit\n"

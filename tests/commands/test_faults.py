@@ -184,6 +184,7 @@ def test_too_many_rejects_end_the_reading(tmp_path, traces):
     assert store.read("runs")["rejects"].to_list() == [found.rejects] == [sum(counts)]
 
 
+@pytest.mark.slow
 def test_the_limit_on_rejects_holds_for_recordings_too(tmp_path, traces):
     folder = traces.request(1, 0, step=1).write(tmp_path / "run")
     (folder / "kv_events.jsonl").write_text("[1700000000.5, 1]\n" * 9)

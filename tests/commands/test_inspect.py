@@ -52,6 +52,7 @@ def test_facts_of_a_run_are_those_that_went_in(tmp_path, traces):
     assert all(check.held == check.of for check in inspected.checks)
 
 
+@pytest.mark.slow
 def test_protobuf_is_detected_by_its_content(tmp_path, traces):
     traces.request(1, 0, step=1)
     (inspected,) = inspect([traces.write(tmp_path / "run", name="traces.pb")]).runs
@@ -84,6 +85,7 @@ def test_tables_are_described_like_their_traces(tmp_path, traces):
     assert of_tables.runs[0].events == of_traces.runs[0].events
 
 
+@pytest.mark.slow
 def test_dropped_events_and_servers_are_reported(tmp_path, traces):
     traces.steps(traces.summary(1, 1000), dropped=7)
     traces.server = "other"
@@ -217,6 +219,7 @@ def test_prefix_hits_need_snapshots_with_prompt_lengths(tmp_path, new_traces, al
     assert (verdicts["with"].verdict, verdicts["with"].reason) == ("yes", "known of 1 requests")
 
 
+@pytest.mark.slow
 def test_scopes_that_were_seen_and_not_read_are_named(tmp_path, traces):
     traces.request(1, 0, step=1).span("tgi.router\x1b[31m", "generate", (9, 9, 0), [])
     traces.span("tgi.router\x1b[31m", "generate", (9, 10, 0), []).span("x" * 500, "y", (9, 11, 0), [])

@@ -144,6 +144,7 @@ def test_servers_of_adapters_only(said):
     assert said(server(of("sql"), "a"), server(of("chat"), "b"), settings={"enable_lora": True}) == ([], 0)
 
 
+@pytest.mark.slow
 def test_names_that_nothing_explains(said):
     (text,), code = said(server(of(LLAMA) + of(QWEN, 2)))
     assert text.startswith(

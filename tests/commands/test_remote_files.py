@@ -181,6 +181,7 @@ def test_what_has_grown_is_read_once_more(bucket, folder, read):
     assert bucket.opened == {}
 
 
+@pytest.mark.slow
 def test_second_reading_has_the_same_result(read):
     assert read() == read()
 

@@ -199,6 +199,7 @@ def test_blis_replay_error_is_that_of_its_file(exported, replayed, latency, meas
     assert stated.mape_pct == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_blis_replay_follows_the_gaps_between_tokens(exported):
     assert _error(exported("blis")[0], "ITL of a request, replayed").mape_pct < 1
 
@@ -412,6 +413,7 @@ def test_blis_registry_error_is_that_of_its_values(made, steps, exported, regist
     assert f"Held-out step time of the set: {stated:.3g} %" in rationale
 
 
+@pytest.mark.slow
 def test_blis_registry_has_the_alphas_of_the_file(exported, registry):
     assert [entry["value"] for entry in registry[1].values()][10:] == _alpha(exported("blis")[1])
 
@@ -753,12 +755,13 @@ def test_llm_d_latency_predictor_gets_its_columns(made, exported):
     requests = _table(made, "requests").drop_nulls(["ttft_us", "itl_us"]).filter(queued).sort("arrival_ns")
     assert len(rows) == requests.height
     assert [r["input_token_length"] for r in rows] == requests["prompt_tokens"].to_list()
-    assert [1e3 * r["actual_tpot_ms"] for r in rows] == pytest.approx(requests["itl_us"].to_list())
+    for column, latency in (("actual_ttft_ms", "ttft_us"), ("actual_tpot_ms", "itl_us")):
+        assert [1e3 * r[column] for r in rows] == pytest.approx(requests[latency].to_list())
     assert {k for row in rows for k in row} == {
         *("kv_cache_percentage", "input_token_length", "num_request_waiting", "num_request_running"),
         *("actual_ttft_ms", "actual_tpot_ms", "num_tokens_generated", "prefix_cache_score"),
     }
-    assert all(0 <= r["kv_cache_percentage"] <= 1 and r["actual_ttft_ms"] > 0 for r in rows)
+    assert all(0 <= r["kv_cache_percentage"] <= 1 for r in rows)
 
 
 def test_vllm_sr_sim_gets_constant_and_slope_of_a_step(exported, steps):

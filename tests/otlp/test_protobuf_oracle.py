@@ -201,6 +201,7 @@ def check(otlp, payloads, records, *, is_whole):
                 }
 
 
+@pytest.mark.slow
 @whole_files
 @given(data=st.data())
 def test_records_of_all_kinds(otlp, data):

@@ -307,6 +307,7 @@ def test_receiver_on_a_small_disk_goes_on_when_there_is_room(lib, start, small_d
     assert sorted(sent) == numbers_in(lib, small_disk)
 
 
+@pytest.mark.slow
 def test_record_cut_by_a_kill_is_one_reject(tmp_path, new_traces):
     store = TraceStore(tmp_path / "runs", rotation=Rotation())
     store.commit([SenderSpans(SENDER, new_traces().request(1, 0, step=1).protobuf(), 2)])

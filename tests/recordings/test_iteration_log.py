@@ -175,6 +175,7 @@ def test_a_log_is_found_by_its_content_in_any_name(tmp_path, compress):
 # -- the clock ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_time_between_lines_is_of_the_later_step(ingested):
     tables = ingested(line(0) + line(1, AT + 0.010) + line(2, AT + 0.025) + line(3, AT + 0.027))
     timeline = tables["timeline"]
@@ -204,6 +205,7 @@ def test_steps_within_a_whole_second_are_one_interval(ingested):
     assert found.rows() == [(step, "log_interval", 10, 100_000.0) for step in (5, 15, 25)]
 
 
+@pytest.mark.slow
 def test_elapsed_times_that_add_up_are_used(ingested):
     # 90 and 110 ms in turn.
     texts = [FORMS["default"](message(step, elapsed_ms=100.0 + 10 * (-1) ** step)) for step in range(40)]
@@ -456,6 +458,7 @@ def test_steps_of_two_engines_with_one_name_are_left_out(tmp_path, ingested, tra
     assert "two engines share a name in one file); give one file each" in stderr
 
 
+@pytest.mark.slow
 def test_two_engines_with_one_file_each_are_two_servers(ingested):
     """Lines of the second log were rotated away to a third file, and a part of them is in both."""
     first = "".join(line(step, AT + step / 100) for step in range(100))
@@ -526,6 +529,7 @@ def test_a_cut_line_costs_itself_alone(ingested):
     assert tables["runs"]["lost_steps"].to_list() == [2]
 
 
+@pytest.mark.slow
 def test_absurd_numbers_are_rejects(ingested):
     text = "".join(line(step, AT + step / 100) for step in range(20))
     odd = [

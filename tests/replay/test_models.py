@@ -329,6 +329,7 @@ def test_client_requests_are_replayed_on_server_steps(tmp_path):
     assert "ms around the engine" in found.notes[-1]
 
 
+@pytest.mark.slow
 def test_replay_of_client_requests_has_no_queue(tmp_path):
     folder = write_run(synth(SynthOptions(form="guidellm", requests=200, abort_fraction=0.0)), tmp_path)
     package.run([folder], tmp_path / "out", options=package.TrainOptions(fast=True))

@@ -31,6 +31,7 @@ def test_run_servers_events_checks_and_allowed_models(traces, text_of):
     assert step_time[2:6] == ["yes", "119", "adjacent", "pairs;"]
 
 
+@pytest.mark.slow
 def test_that_nothing_can_be_trained_is_the_last_line(traces, text_of):
     assert text_of(traces.request(1, 0, step=1)).splitlines()[-1] == "Nothing can be trained from this."
 

@@ -165,6 +165,7 @@ def test_replayed_latencies_are_above_the_errors_of_models(report):
     assert "off at P50 and P90 of TTFT by +5.0 % and +5.0 %" in text.split("##")[0]
 
 
+@pytest.mark.slow
 def test_a_machine_of_several_speeds_is_named(report):
     def change(evaluation, *, adjusted):
         ends = {"fastest_pct": -12.1, "slowest_pct": 4.6, "holdout_pct": -11.1, "adjusted": adjusted}

@@ -52,6 +52,7 @@ FAULTS = (
         "arch.fixed_weight_bytes / tp / bytes_per_us",
         "arch.fixed_weight_bytes / bytes_per_us",
     ),
+    Fault("models/evaluate.py", "(ends[0] + ends[1]) / 2", "(ends[0] + ends[1])", "models coefficients"),
     Fault("fit/splits.py", "TRAIN_SHARE = 0.7", "TRAIN_SHARE = 0.5"),
     Fault("coefficients/verdicts.py", "sign * value <= sign * end", "sign * value >= sign * end"),
     Fault("diagnostics/load.py", "percentile(ms, p)", "percentile(ms, p / 2)", "diagnostics reports"),

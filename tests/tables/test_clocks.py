@@ -100,6 +100,7 @@ def test_step_counters_side_by_side_are_servers_of_their_own(tables_of, traces, 
     assert (cycles.len(), set(cycles.round(6))) == (78, {1000.0})
 
 
+@pytest.mark.slow
 def test_counters_with_few_sampled_steps(tables_of, traces):
     table = tables_of(_nameless(_twins(traces, apart=300, every=5)))
     assert table("runs").select("server", "steps", "requests").rows() == [
@@ -108,6 +109,7 @@ def test_counters_with_few_sampled_steps(tables_of, traces):
     ]
 
 
+@pytest.mark.slow
 def test_snapshots_go_with_the_steps_of_their_span(tables_of, traces):
     _twins(traces)
     for server, step in (("a", 105), ("b", 1105)):
@@ -143,6 +145,7 @@ def test_a_host_that_was_restarted_is_one_server(tables_of, traces):
     assert table("runs").select("server", "epochs").rows() == [("vllm", 2)]
 
 
+@pytest.mark.slow
 def test_a_step_that_a_machine_suspends_stays(tables_of, traces):
     """Its wall-clock time is at its end, seconds after it began; one that began at another time than it says does not stay."""
     late_ns = 3_000_000_000
@@ -172,6 +175,7 @@ def test_restarted_twin_is_a_second_server(tables_of, traces):
     ]
 
 
+@pytest.mark.slow
 def test_servers_with_names_of_their_own_keep_them(tables_of, traces):
     assert tables_of(_twins(traces))("runs")["server"].to_list() == ["a", "b"]
 

@@ -101,6 +101,7 @@ def test_one_token_has_no_inter_token_latency(tables_of, traces):
     assert (row["itl_us"], row["decode_us"], row["output_tokens"]) == (None, 0.0, 1)
 
 
+@pytest.mark.slow
 def test_an_aborted_request_has_no_known_last_token(tables_of, traces):
     row = _row(tables_of, traces, _events(end=ABORTED))
     assert (row["last_token_ns"], row["finished_ns"]) == (None, 51_200_000)

@@ -50,6 +50,7 @@ def test_a_request_that_was_aborted_while_it_waited_is_complete(traces, checks_o
     assert checks_of(traces)["complete lifecycles"] == (1, 1, "")
 
 
+@pytest.mark.slow
 def test_spans_of_one_layer_alone_are_reported(traces, checks_of):
     traces.request(1, 0, step=1)
     traces.api(2, {"ARRIVED": 70_000, "DEPARTED": 80_000})

@@ -54,6 +54,7 @@ def test_nothing_a_user_wrote_is_in_any_table(folder, tmp_path):
     assert attributes_of(store, "llm_request") == [kept]
 
 
+@pytest.mark.slow
 def test_more_attributes_are_kept_on_request(folder, tmp_path):
     _, store = tables_of(folder, tmp_path / "tables", keep_attributes=("user.email", "http.target"))
     (found,) = attributes_of(store, "llm_request")

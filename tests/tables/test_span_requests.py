@@ -217,6 +217,7 @@ def test_stock_span_and_its_events_are_one_request(tables_of, traces, layers, sa
         assert rows["e2e_us"][:2].to_list() == pytest.approx([80_000] * 2), "no event tells of it"
 
 
+@pytest.mark.slow
 def test_an_id_that_several_requests_have_joins_none(tables_of, traces):
     for number in (1, 2):
         traces.request(number, number * 2_000_000, step=number * 10, output=5)

@@ -70,6 +70,7 @@ def test_without_a_core_the_api_span_tells_what_it_can(tables_of, traces, times,
     assert tables_of(traces.api(1, times))("requests")["state"].item() == state
 
 
+@pytest.mark.slow
 def test_rates_are_those_of_the_formulas(tables_of, traces):
     row = tables_of(traces.request(1, 0, step=1, output=5))("requests").row(0, named=True)
     # QUEUED at 1,000 us, SCHEDULED at 1,200, FIRST_TOKEN 10,000 later, 5 tokens, the last one at 51,200.

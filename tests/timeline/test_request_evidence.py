@@ -174,6 +174,7 @@ def test_missing_requests_are_seen_on_a_machine_with_changing_speed(share):
     assert "prompts without a span" in _reason(_some(requests, share))
 
 
+@pytest.mark.mostly_slow(every=3)
 @pytest.mark.parametrize(("share", "sampled"), [(None, False), (1.0, False), (0.25, True)])
 def test_a_sampler_in_the_configuration_is_believed(share, sampled):
     reasons = unknown_batches(_requests(), 2048, traced_share=share)["reason"].to_list()
