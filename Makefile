@@ -164,9 +164,9 @@ test-minimum: ## run the tests of what calls libraries, on the oldest versions p
 	.venv-minimum/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	.venv-minimum/bin/$(subst $(BIN)/,,$(PYTEST)) $(MINIMUM_TESTS)
 
-coverage: $(READY) ## lines that the quick tests run: at least 95 % (three minutes)
+coverage: $(READY) ## lines that the tests run: at least 95 % (half an hour)
 	rm -f .coverage .coverage.*
-	$(PYTEST) --cov --cov-report=term-missing:skip-covered
+	$(PYTEST) -m "not browser and not vllm and not campaign" --cov --cov-report=term-missing:skip-covered
 
 dist: $(READY) ## build the wheel and the source distribution in dist/
 	rm -rf dist build/lib
