@@ -289,7 +289,6 @@ def test_the_same_server_at_another_load_is_good(compared):
     )
 
 
-@pytest.mark.slow
 def test_a_limit_that_was_lowered_without_a_word_is_drift_by_what_users_see(
     tracefit, served, compared, tmp_path
 ):

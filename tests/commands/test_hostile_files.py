@@ -1,6 +1,6 @@
 """Hostile files through the real command: each ends in time and within 1 GiB, with a result or one line.
 
-They have 60 MB where `make fuzz` runs them, and a fifth of it in `make test-slow`.
+They have 60 MB where `make fuzz` runs them, and 4 in `make test-slow`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import TracesData
 from containers import framed, zstd
 from tracefit.tables.store import TableStore
 
-SIZE = int(os.environ.get("HOSTILE_MB", "12")) << 20
+SIZE = int(os.environ.get("HOSTILE_MB", "4")) << 20
 MEMORY_BYTES = 1 << 30
 ENDS_WITHIN_S = 300
 """A command that takes longer is killed, and its test fails: a tenth of it is usual, a hostile file once took hours."""
