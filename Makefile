@@ -101,7 +101,7 @@ schemas: $(READY) ## write schemas/ anew from the code
 fixtures: $(READY) ## write the generated runs of fixtures/ anew
 	$(BIN)/python tests/scripts/make_fixtures.py fixtures
 
-models: $(READY) ## write models/, fixtures/models/, and the tables in README.md anew: the main job's output on fixtures/
+models: $(READY) ## write models/, fixtures/models/, the tables of results and README.md anew: the main job's output on fixtures/
 	rm -rf build/models build/logged build/generated
 	$(BIN)/tracefit run fixtures/runs --out build/models --quiet
 	rm -rf models/report
@@ -113,7 +113,8 @@ models: $(READY) ## write models/, fixtures/models/, and the tables in README.md
 	$(BIN)/tracefit run fixtures/generated --out build/generated --quiet
 	mkdir -p fixtures/models
 	cp build/generated/models/*.json build/generated/evaluation.json fixtures/models/
-	$(BIN)/python tests/scripts/make_readme_table.py README.md models/evaluation.json models/logged/evaluation.json fixtures/models/evaluation.json
+	$(BIN)/python tests/scripts/make_result_tables.py docs/explanation/results.md models/evaluation.json models/logged/evaluation.json fixtures/models/evaluation.json
+	$(BIN)/python tests/scripts/make_readme.py
 
 screenshot: models ## take the README's picture of the report anew (needs Chromium)
 	chromium --headless --no-sandbox --disable-gpu --hide-scrollbars --virtual-time-budget=5000 --window-size=1280,1100 --screenshot=docs/report.png file://$(CURDIR)/build/models/report.html

@@ -248,6 +248,37 @@ def test_other_meanings_are_no_formats(code):
     assert set(_named_formats(ast.parse(code))) == set()
 
 
+def _loaded(module):
+    """Return the modules of the package that are loaded with a module: not what only functions or type checkers import."""
+    loaded, waiting = set(), [module]
+    while waiting:
+        name = waiting.pop()
+        if name in loaded or name not in MODULES:
+            continue
+        loaded.add(name)
+        parents = [name.rpartition(".")[0]] if "." in name else []
+        for node in ast.parse(MODULES[name].read_text()).body:
+            if isinstance(node, ast.ImportFrom) and node.module:
+                parents += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+            elif isinstance(node, ast.Import):
+                parents += [alias.name for alias in node.names]
+        waiting += parents
+    return loaded
+
+
+@pytest.mark.parametrize(
+    "module",
+    sorted(
+        m
+        for m in MODULES
+        if "tracefit.tables.sources" in _imported(m) and PLACES[_room(m)] > PLACES["recordings"]
+    ),
+)
+def test_who_asks_for_sources_knows_those_of_recordings(module):
+    """A source is there once its module is imported; rooms to the left of recordings leave that to their callers."""
+    assert "tracefit.recordings" in _loaded(module)
+
+
 # -- where files are read and written --------------------------------------------------------------------
 
 FILE_METHODS = {

@@ -1,4 +1,4 @@
-"""The command: options, the run's configuration, what it says, and the lines of the README."""
+"""The command: options, the run's configuration, what it says, and the lines of the tutorial."""
 
 from __future__ import annotations
 
@@ -202,9 +202,9 @@ def test_quiet_says_nothing(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_readmes_three_lines_work(lib, start, tmp_path):
+def test_the_tutorials_three_lines_work(lib, start, tmp_path):
     """Generated spans, sent by the SDK's exporter, stand for the server."""
-    text = (ROOT / "README.md").read_text().partition("## Tracing a server")[2]
+    text = (ROOT / "docs/tutorial.md").read_text().partition("## Other servers")[2]
     block = re.search(r"```bash\n(tracefit receive.*?)```", text, re.DOTALL)[1].replace("\\\n", " ")
     lines = [shlex.split(line, comments=True) for line in block.splitlines() if line.strip()]
     receive, serve, run = lines

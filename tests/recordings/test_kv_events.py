@@ -192,6 +192,14 @@ def test_bad_lines_beyond_the_limit_are_one_reject(rows, line):
     assert (few.rows.height, len(few.rejects)) == (2, 5)
 
 
+def test_a_file_ends_at_its_last_listed_reject_as_other_files_do(rows):
+    found = rows(LINE + b"[]\n" * 2 + LINE, max_rejects=2)
+    assert found.rows.height == 1
+    end = len(LINE) + len(b"[]\n[]")
+    assert [reject.reason.partition(":")[0] for reject in found.rejects[2:]] == ["more than 2 rejects"]
+    assert found.rejects[-1].source_offset == end
+
+
 def test_reading_goes_on_with_the_next_file(tmp_path):
     for name, content in (("a", b"x\n" * 50 + LINE), ("b", LINE)):
         (tmp_path / name).write_bytes(content)

@@ -203,6 +203,14 @@ def test_a_poisson_process_at_several_rates_does_not_differ():
     assert sum(burstiness([at_rates(s)]).differs for s in range(40)) <= 1
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_rounds_as_the_report_advises_are_stretches(seed):
+    """Its shortest: 23 long prompts in 45 s, and 150 requests in 10 s, which together looked like bursts."""
+    rates, seconds = (0.74, 3, 5.9, 0.51, 15), (61, 40, 60, 45, 10)
+    arrival_ns = at_rates(seed, rates * 3, seconds * 3, pause_s=25)
+    assert burstiness([arrival_ns]).dispersion == pytest.approx(1, abs=0.25)
+
+
 def test_bursty_rounds_with_pauses_have_the_dispersion_of_their_gaps():
     loads = [at_rates(s, [2] * 12, [60] * 12, shape=0.5, pause_s=20) for s in range(10)]
     assert [burstiness([arrival_ns]).dispersion for arrival_ns in loads] == pytest.approx(
@@ -246,7 +254,7 @@ def test_the_shape_of_large_batches_is_bounded():
     assert burstiness([batches(0, 64, 16, 30)]).shape == pytest.approx(0.05)
 
 
-@pytest.mark.parametrize("gaps_s", [[], [1.0], [0.0] * 20 + [30.0], [0.0] * 500])
+@pytest.mark.parametrize("gaps_s", [[], [1.0], [0.0] * 15 + [30.0], [0.0] * 500])
 def test_few_gaps_do_not_differ(gaps_s):
     found = burstiness([drawn(gaps_s)])
     assert (found.dispersion, found.gaps, found.differs, found.shape) == (1.0, 0, False, 1.0)

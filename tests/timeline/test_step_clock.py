@@ -5,7 +5,9 @@ from __future__ import annotations
 import polars as pl
 import pytest
 
-from tracefit.timeline import execution_lags
+from tracefit.tables import schema
+from tracefit.tables.sources import SOURCES, CycleSource
+from tracefit.timeline import build_timeline, execution_lags
 
 
 def _adjacent(table):
@@ -113,3 +115,16 @@ def test_aborts_do_not_count_as_updates(tables_of, traces):
         traces.core(step, [("QUEUED", 1000.0 * step - 10, step - 1), aborted])
     table = tables_of(traces)
     assert execution_lags(table("timeline"), table("journey_events")).height == 0
+
+
+def test_a_recorded_time_has_the_error_that_its_source_declares(monkeypatch):
+    monkeypatch.setitem(SOURCES, "ticks", CycleSource(name="ticks", sd_us=3.0))
+    engine = {"run_id": "r", "server": "s", "epoch": 0, "running_depth": 1, "waiting_depth": 0}
+    rows = [
+        {**engine, "step_id": step, "cycle_us": 70.0, "cycle_source": source}
+        for step, source in ((1, "ticks"), (2, "fpm"))
+    ]
+    steps = schema.STEPS.shape(pl.DataFrame(rows))
+    built = build_timeline(steps, schema.REQUEST_SNAPSHOTS.empty(), schema.JOURNEY_EVENTS.empty())
+    columns = ("cycle_us", "cycle_source", "cycle_sd_us", "composition_source")
+    assert built.select(columns).rows() == [(70.0, "ticks", 3.0, "ticks"), (70.0, "fpm", 0.0, "fpm")]

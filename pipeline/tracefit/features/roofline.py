@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING
 
 import polars as pl
 
+import tracefit.recordings  # noqa: F401 - declares the sources of recorded steps
 from tracefit.models.columns import with_formulas
 from tracefit.models.formulas import parse_formula
 from tracefit.server.hardware import Gpu

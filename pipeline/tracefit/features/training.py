@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, get_args
 
 import polars as pl
 
-import tracefit.recordings  # noqa: F401 - declares the sources of recorded steps
 from tracefit.features.batches import add_batch_terms, batch_formulas
 from tracefit.features.roofline import (
     LEAST_TIME,

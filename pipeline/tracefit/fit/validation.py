@@ -14,6 +14,7 @@ import polars as pl
 from sklearn.ensemble import HistGradientBoostingRegressor
 from threadpoolctl import threadpool_limits
 
+import tracefit.recordings  # noqa: F401 - declares the sources of recorded steps
 from tracefit.fit.fitted import (
     FREE,
     FittedRegime,

@@ -149,7 +149,7 @@ class RequestComposer:
 
         Args:
             models: Models of one deployment.
-            inputs: What `complete` returns.
+            inputs: Completed inputs, see `complete`.
             features: Columns or features by name; they win over what follows from the inputs.
         """
         server = models.server

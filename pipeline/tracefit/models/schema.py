@@ -1,4 +1,4 @@
-"""What a model is: an intercept and terms, in one of three forms, with the facts of the deployment that it holds for.
+"""A model: an intercept and terms, in one of three forms, with the facts of the deployment that it holds for.
 
 One line (`LinearModel`), one line per regime (`RegimesModel`), or API work followed by the wait for a step boundary
 (`BoundaryModel`). The coefficient files have these types as they are: the order of the fields is the order of the keys, and

@@ -1,4 +1,4 @@
-"""What is known of a model's errors: on rows that the fit did not use, by group and load, beside its baseline and its reference.
+"""Errors of models: on rows that the fit did not use, by group and load, beside its baseline and its reference.
 
 The coefficient files and the evaluation publish these types as they are; `Attributes` are the descriptions in `schemas/`.
 """

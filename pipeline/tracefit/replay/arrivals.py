@@ -20,11 +20,13 @@ if TYPE_CHECKING:
 
 GAP_BLOCK = 50
 """Consecutive gaps that are drawn as one block, which keeps their correlation."""
-SHORTEST_GAPS = 30
-"""Fewest gaps in a stretch of steady rate: the error of their mean is 18 % for a Poisson process, and the sum of 5 of them keeps 80 % of
-its variance when it is divided by their mean. Shorter stretches have no relative gaps."""
-SHORTEST_NS = 10 * 10**9
-"""Shortest time of a stretch: many requests within the time that one takes, which is seconds, are a burst to the server."""
+SHORTEST_GAPS = 20
+"""Fewest gaps in a stretch of steady rate: the error of their mean is 22 % for a Poisson process, and the sum of 5 of them keeps 71 % of
+its variance when it is divided by their mean. Shorter stretches have no relative gaps. A recording as the report advises has stretches of
+little more."""
+SHORTEST_NS = 8 * 10**9
+"""Shortest time of a stretch: many requests within the time that one takes, which is seconds, are a burst to the server. The advised
+recording has one of 10 s, less what chance takes."""
 
 SUMMED_GAPS = 5
 """Consecutive gaps whose sum is compared with a Poisson process: one gap does not show how gaps follow each other, and the more are
@@ -34,9 +36,9 @@ BEYOND_CHANCE = 3.0
 LEAST_SHAPE, MOST_SHAPE = 0.05, 20.0
 """Limits of the shape of gamma gaps: bursts of 20 requests, and gaps that are nearly equal."""
 
-_PENALTY = 1.25
-"""Least log-likelihood ratio of a cut, in units of log(gaps) and of the local dispersion. It cuts 1 to 8 of 100 Poisson processes of 100 to
-2,000 gaps, which leaves out one gap, and finds pauses of 15 mean gaps; a rate or a pause that is not found looks like bursts."""
+_PENALTY = 1.6
+"""Least log-likelihood ratio of a cut, in units of log(gaps) and of the local dispersion. It cuts 1 to 2 of 100 Poisson processes of 100 to
+2,000 gaps, which leaves out one gap, and finds 95 of 100 pauses of 18 mean gaps; a rate or a pause that is not found looks like bursts."""
 _COMPARED_GAPS = 8
 """Gaps in each of the two neighbouring sums that give the local dispersion: bursts of up to twice as many requests show in nearly every
 pair of sums, and half of the pairs lie within one stretch if all stretches are as short as can be."""

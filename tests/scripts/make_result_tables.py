@@ -1,4 +1,4 @@
-"""Write the result tables of README.md: replays of all evaluations, then the models of each: of the first, deployments on GPUs and those without."""
+"""Write the tables of docs/explanation/results.md: replays of all evaluations, then the models of each: of the first, deployments on GPUs and those without."""
 
 from __future__ import annotations
 
@@ -67,19 +67,19 @@ def _signed(value: float | None) -> str:
     return "-" if value is None else f"{value:+,.1f}"
 
 
-def main(readme: Path, evaluation: Path, logged: Path, generated: Path) -> None:
-    """Replace the rows of the tables in `readme`."""
+def main(page: Path, evaluation: Path, logged: Path, generated: Path) -> None:
+    """Replace the rows of the tables in a page."""
     rows = _rows(evaluation)
     tables = [[row for row in rows if (".no-gpu." in row) is without] for without in (False, True)]
     tables.append(_rows(logged))
-    text = readme.read_text(encoding="utf-8")
+    text = page.read_text(encoding="utf-8")
     replays = [row for each in (evaluation, logged, generated) for row in _replays(each)]
     replays += _medians(replays)
     replayed = re.compile(r"(?:^\| [^|]+ \| (?:TTFT|ITL|E2E) \|.*\n)+", re.MULTILINE)
     text = replayed.sub(lambda _: "".join(replays), text, count=1)
     table = re.compile(r"(?:^\| \S+ \| (?:alpha|beta)\..*\n)+", re.MULTILINE)
     written = iter(tables)
-    readme.write_text(table.sub(lambda _: "".join(next(written)), text, count=3), encoding="utf-8")
+    page.write_text(table.sub(lambda _: "".join(next(written)), text, count=3), encoding="utf-8")
 
 
 if __name__ == "__main__":
