@@ -55,7 +55,12 @@ MODULES = {
 @cache
 def _nodes(path):
     """Return every node of a module's syntax."""
-    return tuple(ast.walk(ast.parse(path.read_text())))
+    return tuple(ast.walk(_tree(path)))
+
+
+@cache
+def _tree(path):
+    return ast.parse(path.read_text())
 
 
 @cache
@@ -181,7 +186,7 @@ def _formats():
 def _registers(module):
     return any(
         isinstance(node, ast.Call) and getattr(node.func, "id", "") == "register"
-        for node in ast.walk(ast.parse(MODULES[module].read_text()))
+        for node in ast.walk(_tree(MODULES[module]))
     )
 
 
@@ -207,7 +212,7 @@ def test_no_module_outside_recordings_names_a_format(module):
     path = MODULES[module].relative_to(PACKAGE).as_posix()
     if path.startswith(MAY_NAME_FORMATS):
         return
-    found = set(_named_formats(ast.parse(MODULES[module].read_text())))
+    found = set(_named_formats(_tree(MODULES[module])))
     assert {name for name in found if path not in OTHER_MEANINGS.get(name, ())} == set()
 
 

@@ -62,7 +62,8 @@ def passages(path: Path) -> Iterator[tuple[int, str]]:
             line += paragraph.count("\n")
         return
     for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        # A single word is a name.
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value:
             yield node.lineno, node.value
     block: list[str] = []
     line = 0

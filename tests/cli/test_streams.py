@@ -33,6 +33,7 @@ def shell(tmp_path):
     return call
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "asked",
     ["--version", *(pytest.param(a, marks=pytest.mark.slow) for a in ("features", "features --json"))],

@@ -246,6 +246,7 @@ def test_name_in_a_coefficient_file_is_no_formula(tracefit, evil_models):
     assert "\n=evil" not in (evil_models / "csv" / "coefficients.csv").read_text()
 
 
+@pytest.mark.slow
 def test_id_is_no_formula_to_a_spreadsheet(tmp_path, tracefit, traces):
     traces.request(1, 0, step=1, **{"gen_ai.request.id": "=HYPERLINK(1)"})
     tracefit("ingest", traces.write(tmp_path / "run"), "--out", tmp_path / "tables")

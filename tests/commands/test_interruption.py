@@ -163,6 +163,7 @@ class _Warnings(NullProgress):
         self.waits.set()
 
 
+@pytest.mark.slow
 def test_a_folder_in_use_is_waited_for(tmp_path, traces):
     run = traces.request(1, 0, step=1).write(tmp_path / "run")
     (tmp_path / "tables").mkdir()

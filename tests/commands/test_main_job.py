@@ -163,6 +163,7 @@ def test_every_cycle_is_a_row_and_left_out_ones_are_marked(trained):
     assert rows.filter(split="holdout")["excluded_reason"].null_count() == 71
 
 
+@pytest.mark.slow
 def test_the_runs_table_says_where_every_setting_comes_from(tmp_path, traces):
     folder = traces.request(1, 0, step=1).write(tmp_path / "run")
     ingest([folder], tmp_path / "tables")

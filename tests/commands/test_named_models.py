@@ -140,6 +140,7 @@ def test_a_server_with_adapters_has_several_names(said, settings):
     assert said(server(of(LLAMA) + of("sql")), settings=settings) == ([], 0)
 
 
+@pytest.mark.slow
 def test_servers_of_adapters_only(said):
     assert said(server(of("sql"), "a"), server(of("chat"), "b"), settings={"enable_lora": True}) == ([], 0)
 

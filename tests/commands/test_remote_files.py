@@ -122,6 +122,7 @@ def test_every_byte_is_read_once(tmp_path, bucket, folder, read, small_pieces, w
     assert list((tmp_path / "tables").glob(".writing-*")) == []
 
 
+@pytest.mark.slow
 def test_files_named_by_a_pattern_are_read_once(bucket, folder, read):
     read("s3://bucket/prod/traces-*.json")
     assert bucket.served == sizes(folder)

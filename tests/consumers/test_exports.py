@@ -385,6 +385,7 @@ def test_blis_registry_set_has_thirteen_entries(registry):
     assert entries["output_token_processing"]["units"] == "us_per_token"
 
 
+@pytest.mark.slow
 def test_blis_registry_entries_follow_its_rules(registry):
     """Closed keys, units and methods, zero only where nothing is charged, sources."""
     needed = {"value", "units", "method", "fitted", "deployment"}

@@ -151,6 +151,7 @@ def test_of_equal_runs_one_worker_each_builds_all_but_the_last(tmp_path, new_tra
     assert builds == [(["a"], False), (["b"], False), (["c"], True)]
 
 
+@pytest.mark.slow
 def test_one_worker_shares_nothing(tmp_path, fleet):
     assert not any(job.is_shared for job in _recorded(fleet, tmp_path / "tables", workers=1).jobs)
 

@@ -33,6 +33,7 @@ def test_linear_coefficients_come_back_exactly_without_noise(busy_options):
     assert found == pytest.approx([6_000.0, 31.0, 17.0, 0.005, 55.0], rel=1e-3)
 
 
+@pytest.mark.slow
 def test_linear_coefficients_come_back_within_the_noise(busy_run):
     steps = _busy_steps(busy_run)
     x, y = _design(steps), steps["cycle_us"].to_numpy()
@@ -65,6 +66,7 @@ def test_hiccups_are_rare_long_and_marked(busy_options):
     assert delay_us[is_hiccup].mean() == pytest.approx(30_000, rel=0.5)
 
 
+@pytest.mark.slow
 def test_an_empty_step_takes_the_time_of_its_option(busy_options):
     run = synth(replace(busy_options, noise=0.0, empty_step_us=300.0, rich_sampling=0.0))
     empty = run.truth_steps.filter(run.truth_steps["scheduled_tokens"] == 0)

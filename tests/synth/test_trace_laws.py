@@ -15,6 +15,7 @@ def _of(journey, kind):
     return next((event for event in journey if event["event.type"] == kind), None)
 
 
+@pytest.mark.slow
 def test_the_busy_run_has_everything_the_laws_are_about(busy, busy_run):
     kinds = Counter(event["event.type"] for journey in busy.journeys.values() for event in journey)
     assert kinds["PREEMPTED"] > 5

@@ -46,6 +46,7 @@ def _attributes(owner):
     return {pair.key: getattr(pair.value, pair.value.WhichOneof("value")) for pair in owner.attributes}
 
 
+@pytest.mark.slow
 def test_json_and_protobuf_hold_the_same_spans(small, tmp_path):
     run = synth(replace(small.options, span_event_limit=50, chat_fraction=0.6))
     folder = write_run(run, tmp_path, formats=("json", "protobuf"))

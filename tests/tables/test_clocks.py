@@ -119,6 +119,7 @@ def test_snapshots_go_with_the_steps_of_their_span(tables_of, traces):
     assert rows == [("vllm#1", "of-a"), ("vllm#2", "of-b")]
 
 
+@pytest.mark.slow
 def test_hosts_have_clocks_of_their_own(tables_of, traces):
     """With counters that are the same, and with no step event at all."""
     traces.server = "a"
@@ -165,6 +166,7 @@ def test_a_server_that_was_restarted_is_one_server(tables_of, traces):
     assert tables_of(_nameless(traces))("runs").select("server", "epochs").rows() == [("vllm", 2)]
 
 
+@pytest.mark.slow
 def test_restarted_twin_is_a_second_server(tables_of, traces):
     _engine(traces, "a", 5000, 0.0, spans=20)
     _engine(traces, "b", 100, 430.0)
@@ -187,6 +189,7 @@ def test_api_events_of_another_host_come_onto_the_engines_clock(tables_of, trace
     assert [tuple(round(value, 3) for value in row) for row in rows] == [(1000.0, 300.0)] * 2
 
 
+@pytest.mark.slow
 def test_a_damaged_step_id_is_no_restart(tables_of, traces):
     """10^15 and back again."""
     traces.steps(*(traces.summary(step, 1000.0 * step) for step in range(1, 21)))

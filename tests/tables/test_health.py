@@ -19,6 +19,7 @@ def checks_of(tables_of):
     return of
 
 
+@pytest.mark.slow
 def test_a_healthy_trace_has_nothing_to_tell(traces, checks_of):
     traces.load(steps=60, requests=40)
     found = checks_of(traces)

@@ -114,6 +114,7 @@ def test_dropped_attributes_are_counted(tmp_path, traces):
     assert TableStore(tmp_path / "tables").read("runs")["dropped_attributes"].to_list() == [3]
 
 
+@pytest.mark.slow
 def test_the_command_line_asks_for_the_same(folder, tmp_path, capsys, monkeypatch):
     from tracefit.cli import main  # noqa: PLC0415
 

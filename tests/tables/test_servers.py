@@ -41,6 +41,7 @@ def test_an_api_span_without_a_core_has_no_engine(tables_of, traces):
     assert tables_of(traces)("requests").filter(request_id="cmpl-3")["server"].to_list() == ["api-process"]
 
 
+@pytest.mark.slow
 def test_several_cores_under_one_api_span_are_several_requests(tables_of, traces):
     traces.api(1, {"ARRIVED": 0, "DEPARTED": 9000})
     for child in (0, 1):
@@ -52,6 +53,7 @@ def test_several_cores_under_one_api_span_are_several_requests(tables_of, traces
     ]
 
 
+@pytest.mark.slow
 def test_an_orphan_core_is_a_request_without_an_arrival(tables_of, traces):
     traces.core(1, [("QUEUED", 1000, 0), ("SCHEDULED", 1200, 1)], parent=False)
     row = tables_of(traces)("requests").row(0, named=True)

@@ -99,6 +99,7 @@ def test_stock_phases_are_counted_back_from_first_token(tables_of, traces):
     assert row["queued_ns"] == BOOT + 1_005_000_000
 
 
+@pytest.mark.slow
 def test_an_older_stock_span_has_the_times_in_the_model(tables_of, traces):
     older = {
         "gen_ai.latency.time_in_scheduler": 0.002,

@@ -192,6 +192,7 @@ def test_a_few_steps_of_two_tokens_are_seen():
     )
 
 
+@pytest.mark.slow
 def test_two_engines_under_one_name_are_seen():
     one, other = _requests(), _requests(seed=2)
     begin = one["arrival_ns"].min() - other["arrival_ns"].min()

@@ -111,6 +111,7 @@ def test_long_requests_that_all_come_at_once_are_counted(ahead):
     assert off.abs().max() <= 1
 
 
+@pytest.mark.slow
 def test_a_preempted_request_keeps_the_other_counts_exact():
     run = _run(num_blocks=450, requests=150, rate=9.0)
     preempted = run.truth_requests.filter(pl.col("num_preemptions") > 0)["request_id"]
@@ -140,6 +141,7 @@ def test_batches_are_right_where_half_the_requests_are_preempted():
 _TOOK = (("finished_step", "first_token_step"), ("true_last", "true_first"))
 
 
+@pytest.mark.slow
 def test_steps_at_the_ends_of_a_cut_recording_have_no_time():
     """Requests that ran on when it ended are not in it, and those that had ended before it began."""
     run = _run()
