@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import polars as pl
 from numpy.typing import NDArray
@@ -41,13 +43,25 @@ SD_OF_MEDIAN = 1.2533
 """Standard error of a median over that of a mean of normal values: sqrt(pi / 2)."""
 
 
+def median(values: Vector) -> float:
+    """Return the median of values of shape (n,) as `np.median` does, which takes several times as long; NaN without any."""
+    if not len(values):
+        return math.nan
+    middle = len(values) // 2
+    parted = np.partition(values, middle)
+    upper = float(parted[middle])
+    if math.isnan(float(values.sum())):
+        return math.nan
+    return upper if len(values) % 2 else (float(parted[:middle].max()) + upper) / 2
+
+
 def robust_sd(values: Vector) -> float:
     """Return 1.4826 times the median absolute deviation from the median, in the unit of `values` of shape (n,).
 
     Half of the values can be arbitrarily wrong without moving it far (Hampel 1974). It is 0 if more than half of them
     are equal.
     """
-    return _SD_PER_MAD * float(np.median(np.abs(values - np.median(values))))
+    return _SD_PER_MAD * median(np.abs(values - median(values)))
 
 
 def mean_of(column: pl.Series) -> float | None:
