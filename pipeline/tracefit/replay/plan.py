@@ -19,16 +19,16 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import polars as pl
-from scipy.interpolate import PchipInterpolator
 
 from tracefit.coefficients.compiled import CompiledModel, linear_forms
-from tracefit.coefficients.workload import STEP_COLUMNS
+from tracefit.coefficients.workload import STEP_COLUMNS, STEP_INPUTS
 from tracefit.errors import DataError
 from tracefit.replay.arrivals import GAP_BLOCK
+from tracefit.replay.decoding import TabledDecoding
 from tracefit.replay.models import FittedStepTimes, admission_us
 from tracefit.replay.run import RequestLoad, replay
 from tracefit.results.plans import Objective, PlannedLatency, PlanPoint
-from tracefit.statistics import percentile
+from tracefit.statistics import monotone, percentile
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -194,6 +194,8 @@ class Simulated:
     outside_pct: float
     outside: tuple[str, ...]
     sampled: float
+    _known: dict[tuple[str, bool], float] = field(default_factory=dict, compare=False, repr=False)
+    """Ends that were computed: every point of a curve asks for those of all points."""
 
     def percentile_ms(self, name: str) -> float:
         """Return the latency that a name such as `ttft_p99_ms` stands for."""
@@ -206,13 +208,18 @@ class Simulated:
         Consecutive requests share a queue: the error of the rank is the spread of the share below the percentile between parts of
         the replay (batch means; Law, Simulation Modeling and Analysis, 2015, section 9.5). The error of the sample is binomial.
         """
-        latency, q = split_name(name)
+        if (name, high) not in self._known:
+            self._known[name, high] = self._drawn(*split_name(name), high=high)
+        return self._known[name, high]
+
+    def _drawn(self, latency: str, q: float, *, high: bool) -> float:
         values = self.latencies[latency]
-        below = np.array_split(values <= percentile(values, q), _PARTS)
+        value = percentile(values, q)
+        below = np.array_split(values <= value, _PARTS)
         parts = 100 * float(np.std([p.mean() for p in below if len(p)], ddof=1)) / math.sqrt(_PARTS)
         error = _Z90 * math.hypot(parts, math.sqrt(q * (100 - q) / self.sampled))
         end = percentile(values, min(max(q + (error if high else -error), 0.0), 100.0))
-        return end / max(1e3 * self.percentile_ms(name), 1e-6)
+        return end / max(value, 1e-6)
 
 
 def split_name(name: str) -> tuple[str, float]:
@@ -243,13 +250,14 @@ class Fleet:
     _known: dict[tuple[int, float, int], Simulated] = field(default_factory=dict)
 
     @cached_property
-    def times(self) -> FittedStepTimes:
+    def times(self) -> TabledDecoding:
         """The model of step times.
 
         Raises:
             DataError: It reads a value of a step or of the server that is unknown.
         """
-        return FittedStepTimes(self.deployment.step_model, dict(self.server))
+        exact = FittedStepTimes(self.deployment.step_model, dict(self.server))
+        return TabledDecoding(exact, reads_waiting=self.law.reads("waiting"))
 
     @cached_property
     def law(self) -> StepLawUncertainty:
@@ -374,6 +382,10 @@ class StepLawUncertainty:
         self._beyond = abs(beyond.bias_pct or 0.0) / 100 if beyond else 0.0
         self._normal = rng.standard_normal(_DRAWS)
 
+    def reads(self, name: str) -> bool:
+        """Return whether the model depends on an input of a step."""
+        return name in self._compiled.formulas.used(self._compiled.features, STEP_INPUTS)
+
     def _features(self, batches: pl.DataFrame) -> pl.DataFrame:
         given = batches.with_columns(pl.lit(v).alias(n) for n, v in self._server.items())
         return self._compiled.computed(given, also=self._compiled.unmodeled)
@@ -477,16 +489,16 @@ class Curve:
         self.errors = errors
         self.anchors = sorted(anchors, key=lambda p: p.rate)
         self.rates = np.array([p.rate for p in self.points])
-        self._logs: dict[str, PchipInterpolator] = {}
+        self._logs: dict[str, Callable[[Vector], Vector]] = {}
 
-    def _through(self, name: str) -> PchipInterpolator:
+    def _through(self, name: str) -> Callable[[Vector], Vector]:
         if name not in self._logs:
             logs = np.log(np.maximum([p.percentile_ms(name) for p in self.points], 1e-6))
             if self.anchors:
                 exact = np.log(np.maximum([p.percentile_ms(name) for p in self.anchors], 1e-6))
                 at = [p.rate for p in self.anchors]
                 logs += np.interp(self.rates, at, exact - np.interp(at, self.rates, logs))
-            self._logs[name] = PchipInterpolator(self.rates, logs, extrapolate=False)
+            self._logs[name] = monotone(self.rates, logs)
         return self._logs[name]
 
     def values_ms(self, name: str, rates: Vector) -> Vector:
@@ -543,7 +555,7 @@ class Curve:
         """Return the rate with the largest ratio of rate to mean E2E (Kleinrock 1979)."""
         logs = np.log([p.latencies["e2e"].mean() for p in self.points])
         rates = np.linspace(self.rates[0], self.rates[-1], 1000)
-        power = np.log(rates) - PchipInterpolator(self.rates, logs)(rates)
+        power = np.log(rates) - monotone(self.rates, logs)(rates)
         return float(rates[int(np.argmax(power))])
 
 
