@@ -79,8 +79,9 @@ class Terminal:
         self.quiet = quiet
         self._task = task
         self._line: tuple[Progress, TaskID] | None = None
-        self._bytes = 0
+        self._done = 0
         self._expected = 0
+        self._in_bytes = True
         self._stage = ""
         self._note = ""
 
@@ -88,7 +89,10 @@ class Terminal:
         """Show the stage of work that begins."""
         self._stage, self._note = text, ""
         _log.info("%s", text)
-        self.expect(0)
+        if self._in_bytes or self._done >= self._expected:
+            self.expect(0)
+        else:  # one of several stages of the parts
+            self._show()
 
     def note(self, text: str) -> None:
         """Show the progress of the stage after its name."""
@@ -98,16 +102,28 @@ class Terminal:
 
     def expect(self, size_bytes: int) -> None:
         """Show a bar with the share of these bytes that is read, the rate, and the remaining time."""
+        self._begin(size_bytes, in_bytes=True)
+
+    def expect_parts(self, parts: int) -> None:
+        """Show a bar with the share of these parts that is done, and the remaining time."""
+        self._begin(parts, in_bytes=False)
+
+    def _begin(self, expected: int, *, in_bytes: bool) -> None:
         # A bar and a spinner are two kinds of line: one cannot become the other.
-        if size_bytes or self._expected:
+        if expected or self._expected:
             self.close()
-        self._expected, self._bytes = size_bytes, 0
+        self._expected, self._done, self._in_bytes = expected, 0, in_bytes
         self._show()
 
     def read(self, size_bytes: int) -> None:
         """Show how much has been read."""
-        self._bytes += size_bytes
-        _log.debug("%s bytes read", f"{self._bytes:,}")
+        self._done += size_bytes
+        _log.debug("%s bytes read", f"{self._done:,}")
+        self._show()
+
+    def finish_part(self) -> None:
+        """Show that one part is done."""
+        self._done += 1
         self._show()
 
     def warn(self, text: str) -> None:
@@ -144,18 +160,19 @@ class Terminal:
             # Checked first: rich replaces stderr by its stream, which is not a terminal in older versions.
             if self.quiet or not sys.stderr.isatty() or _log.isEnabledFor(logging.INFO):
                 return
-            self._line = _changing_line(self._expected)
+            self._line = _changing_line(self._expected, in_bytes=self._in_bytes)
         progress, task = self._line
         description = f"{self._stage}: {self._note}" if self._note else self._stage
-        progress.update(task, description=description, completed=min(self._bytes, self._expected))
+        progress.update(task, description=description, completed=min(self._done, self._expected))
 
 
-def _changing_line(expected_bytes: int) -> tuple[Progress, TaskID]:
-    """Start a spinner, or a bar if the number of bytes is known."""
+def _changing_line(expected: int, *, in_bytes: bool) -> tuple[Progress, TaskID]:
+    """Start a spinner, or a bar if the number of bytes or parts is known."""
     from rich.console import Console
     from rich.progress import (
         BarColumn,
         DownloadColumn,
+        MofNCompleteColumn,
         Progress,
         SpinnerColumn,
         TextColumn,
@@ -165,11 +182,12 @@ def _changing_line(expected_bytes: int) -> tuple[Progress, TaskID]:
     )
 
     text = TextColumn("{task.description}")
-    bar = (text, BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    columns = bar if expected_bytes else (SpinnerColumn(), text, TimeElapsedColumn())
+    done = (DownloadColumn(), TransferSpeedColumn()) if in_bytes else (MofNCompleteColumn(),)
+    bar = (text, BarColumn(), *done, TimeRemainingColumn())
+    columns = bar if expected else (SpinnerColumn(), text, TimeElapsedColumn())
     progress = Progress(*columns, console=Console(stderr=True), transient=True)
     progress.start()
-    return progress, progress.add_task("", total=expected_bytes or None)
+    return progress, progress.add_task("", total=expected or None)
 
 
 @contextmanager

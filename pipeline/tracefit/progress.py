@@ -1,6 +1,6 @@
 """The interface through which a command reports its progress: stages, bytes read, warnings.
 
-A command takes any object with these five methods; `NullProgress` ignores everything, the command line draws a line
+A command takes any object with these methods; `NullProgress` ignores everything, the command line draws a line
 on the terminal (`tracefit.console.Terminal`).
 """
 
@@ -24,6 +24,12 @@ class Progress(Protocol):
     def read(self, size_bytes: int) -> None:
         """Report that this many more bytes of input have been read."""
 
+    def expect_parts(self, parts: int) -> None:
+        """Report how many parts of about equal work this and the next stages have."""
+
+    def finish_part(self) -> None:
+        """Report that one part is done."""
+
     def warn(self, text: str) -> None:
         """Report a warning for the user."""
 
@@ -34,8 +40,8 @@ class NullProgress:
     def stage(self, *_: Any, **__: Any) -> None:
         """Do nothing."""
 
-    # One method under all five names: all of them ignore their arguments.
-    note = expect = read = warn = stage
+    # One method under all names: all of them ignore their arguments.
+    note = expect = read = expect_parts = finish_part = warn = stage
 
 
 class KeptWarnings:
@@ -46,6 +52,7 @@ class KeptWarnings:
         self._progress = progress or NullProgress()
         self.stage, self.note = self._progress.stage, self._progress.note
         self.expect, self.read = self._progress.expect, self._progress.read
+        self.expect_parts, self.finish_part = self._progress.expect_parts, self._progress.finish_part
 
     def warn(self, text: str) -> None:
         """Keep a warning, and pass it on."""

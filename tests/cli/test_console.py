@@ -87,3 +87,17 @@ def test_bytes_to_read_are_a_bar_with_rate_and_time_left(monkeypatch):
     assert "reading run" in screen.getvalue()
     assert "2.0/4.0 MB" in screen.getvalue()
     assert "MB/s" in screen.getvalue() or "?" in screen.getvalue()
+
+
+def test_parts_of_work_are_one_bar_over_several_stages(monkeypatch):
+    screen = _Screen()
+    monkeypatch.setattr("sys.stderr", screen)
+    monkeypatch.setenv("TERM", "xterm")
+    terminal = Terminal(quiet=False)
+    terminal.expect_parts(3)
+    for name in ("one", "two"):
+        terminal.stage(f"fitting {name}")
+        terminal.finish_part()
+    terminal.close()
+    assert "fitting two" in screen.getvalue()
+    assert "2/3" in screen.getvalue()

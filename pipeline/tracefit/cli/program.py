@@ -250,6 +250,8 @@ def command(task: str, *declared: type, is_quiet: bool = True) -> Callable[[_Com
             *, json: bool, quiet: bool = False, config: object, log_level: object, **values: Any
         ) -> None:
             with console.command(task.format_map(values), quiet=quiet) as terminal:
+                # The libraries of a command take a second or two to import.
+                terminal.stage("starting")
                 result = function(terminal, **values)
                 if isinstance(result, tuple):
                     result, text = result
