@@ -59,7 +59,7 @@ def test_alpha_trains_on_the_wait_and_advises_on_the_rest(stock, tmp_path):
     rows = rows["queue_wait"]
     assert rows.height == 150
     assert rows["y"].to_list() == pytest.approx((10.0 * rows["prompt_tokens"]).to_list())
-    missing = {text.partition(" ")[0]: text for text in result.trained.not_fitted}
+    missing = {name: str(one) for one in result.trained.not_fitted for name in one.models}
     # Here requests that run side by side have their tokens at times of their own, which one engine cannot do.
     assert "token times are closer together" in missing["beta.cycle_time"]
     assert "no flag of an unmodified vLLM gives it" in missing["alpha.departure"]

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import doctest
+from dataclasses import replace
 
 import numpy as np
 import pytest
-from scipy.optimize import lsq_linear
+from scipy.optimize import lsq_linear, nnls
+from scipy.special import stdtrit
 from scipy.stats import norm
-from sklearn.base import clone
-from sklearn.exceptions import NotFittedError
 from sklearn.linear_model import ElasticNet, Lasso, LinearRegression, Ridge
 from sklearn.preprocessing import StandardScaler
-from sklearn.utils.estimator_checks import parametrize_with_checks
 
 from designs import plain_design
 from tracefit.fit import estimators
-from tracefit.fit.estimators import SHRINKAGE, RobustLinear, confidence_intervals, huber_weights, moments
+from tracefit.fit.estimators import (
+    SHRINKAGE,
+    RobustLinear,
+    confidence_intervals,
+    huber_weights,
+    moments,
+    solve,
+    student_975,
+)
 from tracefit.fit.fitted import FitOptions
 from tracefit.fit.results import PenaltyChoice
 from tracefit.fit.select import time_blocks
@@ -179,31 +186,35 @@ def test_huber_weights_by_hand():
     np.testing.assert_allclose(huber_weights(residual, RobustLinear().huber), expected)
 
 
-def test_it_is_an_estimator_as_scikit_learn_knows_them():
-    model = RobustLinear("lasso", 0.25, huber=2.0)
-    assert model.get_params().items() >= {"penalty": "lasso", "strength": 0.25, "huber": 2.0}.items()
+@pytest.mark.parametrize("degrees", [1, 2, 3, 10, 49, 200, 201, 5_000])
+def test_percentiles_of_students_t_are_those_of_scipy(degrees):
+    assert student_975(degrees) == pytest.approx(stdtrit(degrees, 0.975), rel=1e-8)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_bounded_slopes_are_those_of_scipys_nnls_also_of_columns_that_are_nearly_one(seed):
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(60, 2 + seed % 6))
+    x[:, 1] = x[:, 0] + 0.01 * x[:, 1]
+    y = x @ rng.normal(size=x.shape[1]) + rng.normal(size=60)
+    of = replace(moments(x, y, np.ones(60)), gram=x.T @ x, cross=x.T @ y)
+    bound = np.ones(x.shape[1], dtype=bool)
+    found = solve(of, "ridge", 0.0, bound, np.zeros(x.shape[1]))
+    np.testing.assert_allclose(found, nnls(x, y)[0], rtol=1e-9, atol=1e-9)
+    # From anywhere the search ends at the same slopes.
+    start = rng.normal(size=x.shape[1])
+    np.testing.assert_allclose(
+        solve(of, "ridge", 0.0, bound, np.zeros(x.shape[1]), start), found, rtol=1e-9, atol=1e-9
+    )
+
+
+def test_a_fit_that_starts_from_huber_weights_finds_the_same_line_in_fewer_rounds():
     x, y = _noisy()
-    copy = clone(model.fit(x, y))
-    assert copy.get_params() == model.get_params()
-    with pytest.raises(NotFittedError):
-        copy.predict(x)
-    assert copy.set_params(penalty="ridge", strength=1e-6).fit(x, y).score(x, y) > 0.99
-    assert copy.n_features_in_ == 3
-
-
-_NOT_PROMISED = {
-    "check_estimators_empty_data_messages": "without features the model is a constant",
-    "check_sample_weight_equivalence_on_dense_data": "a weight is an inverse variance up to a factor, no count of rows",
-}
-
-
-_CHECKS = parametrize_with_checks([RobustLinear()], expected_failed_checks=lambda _: _NOT_PROMISED)
-
-
-# Older versions of scikit-learn give pytest a generator, which newer ones of pytest take only as a list.
-@pytest.mark.parametrize(_CHECKS.args[0], list(_CHECKS.args[1]), **_CHECKS.kwargs)
-def test_it_keeps_the_contract_of_scikit_learn(estimator, check):
-    check(estimator)
+    y[::50] += 5_000
+    first, second = RobustLinear(), RobustLinear()
+    huber = first.fit_rows(x, y).huber
+    np.testing.assert_allclose(_fitted(second.fit(x, y, start=huber)), _fitted(first), rtol=1e-4)
+    assert second.n_iter_ < first.n_iter_
 
 
 def test_the_model_keeps_nothing_of_the_rows():
@@ -262,7 +273,7 @@ def test_fitting_leaves_data_and_parameters_alone():
     assert model.fit(x, y) is model
     assert np.array_equal(x, before[0])
     assert np.array_equal(y, before[1])
-    assert model.get_params()["strength"] == 0.01
+    assert model.strength == 0.01
 
 
 def _autoregressive(rng, n, memory):

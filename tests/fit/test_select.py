@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 
 from designs import plain_design
-from tracefit.fit.fitted import NON_NEGATIVE, FitOptions
-from tracefit.fit.select import collinearity, time_blocks, usable_features
+from tracefit.fit.estimators import RobustLinear, line, moments, standardised
+from tracefit.fit.fitted import ANY_SIGN, NON_NEGATIVE, PENALTIES, FitOptions
+from tracefit.fit.results import PenaltyChoice
+from tracefit.fit.select import FOLD_ROUNDS, collinearity, time_blocks, usable_features
 
 
 def _choice(x, y, blocks, **options):
@@ -200,3 +202,26 @@ def test_a_padded_batch_stays_only_with_its_batch():
     kept, left = usable_features(np.column_stack([experts, batch, padded]), ["experts_read", *names])
     assert kept == [0]
     assert {one.feature: one.collinear_with for one in left} == dict.fromkeys(names, ("experts_read",))
+
+
+@pytest.mark.parametrize("signs", [ANY_SIGN, NON_NEGATIVE])
+def test_lines_of_folds_are_those_of_refits_on_the_rows_of_the_other_folds(signs):
+    """Also where a feature is constant on the rows of all folds but one."""
+    a, b = _columns()
+    blocks = np.arange(300) // 60
+    x = np.column_stack([a, b, np.where(blocks == 2, a * b, 7.0)])
+    y = 500 + x @ [3.0, 40.0, 0.2] + np.random.default_rng(1).standard_t(2, 300) * 30
+    first = PenaltyChoice("ridge", 1e-8, 0.0, 0)
+    design = plain_design(x, y, blocks)
+    positive = signs.of(design.columns)
+    weights = RobustLinear("ridge", 1e-8, max_iter=FOLD_ROUNDS, positive=positive).fit_rows(x, y).final
+    folds = list(design.left_out(first, PENALTIES, signs))
+    assert [int(test.sum()) for test, _ in folds] == [60] * 5
+    for test, predictions in folds:
+        z, center, scale = standardised(x[~test])
+        summed = moments(z, y[~test], weights[~test])
+        for penalty, found in zip(PENALTIES, predictions, strict=True):
+            intercept, slopes = line(summed, -center / scale, *penalty, positive=positive, shrunk=())
+            refitted = intercept + x[test] @ (slopes / scale)
+            # Slopes that a search leaves at 0 in one way and at a rounding error in the other differ by that.
+            np.testing.assert_allclose(found, refitted, rtol=1e-9, err_msg=str(penalty))

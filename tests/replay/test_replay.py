@@ -7,7 +7,8 @@ import math
 import numpy as np
 import pytest
 
-from tracefit.replay.engine import EngineSettings
+from tracefit.replay.decoding import MOST_OFF, TabledDecoding
+from tracefit.replay.engine import EngineSettings, StepBatch
 from tracefit.replay.run import RequestLoad, replay
 
 
@@ -93,3 +94,68 @@ def test_several_tokens_a_step_shorten_the_decoding():
 
 def test_the_api_delays_the_queue():
     assert run([(0, 10, 1)], admission_us=70.0).first_us.tolist() == [1070]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_blocks_that_are_counted_give_the_times_of_blocks_by_number(seed):
+    """A prefix that only one request has is shared with nobody, and yet blocks have numbers then."""
+    rng = np.random.default_rng(seed)
+    count = 120
+    at = np.cumsum(rng.exponential(rng.choice([500, 3_000]), count)).astype(int)
+    prompt, output = rng.integers(1, 400, count), rng.integers(1, 300, count)
+    requests = list(zip(at.tolist(), prompt.tolist(), output.tolist(), strict=True))
+    settings = EngineSettings(
+        max_num_seqs=int(rng.choice([4, 16])),
+        max_num_batched_tokens=int(rng.choice([64, 512])),
+        block_size=16,
+        num_blocks=60,
+        by_priority=bool(seed % 2),
+        prefix_caching=seed % 3 > 0,
+        async_scheduling=bool(seed // 2 % 2),
+        tokens_per_step=(1, 1.7)[seed // 4 % 2],
+    )
+    counted, numbered = (
+        run(requests, Steps(30.0), settings, prefix=[0] * (count - 1) + [own]) for own in (0, 1)
+    )
+    assert counted.preemptions == numbered.preemptions > 0
+    for name in ("scheduled_us", "first_us", "last_us", "cached_tokens"):
+        np.testing.assert_array_equal(getattr(counted, name), getattr(numbered, name))
+
+
+class Bends:
+    """Step times with a bend in their context, as of a roofline, or a jump; it counts how often it is asked."""
+
+    def __init__(self, jump=0.0):
+        self.jump, self.asked = jump, 0
+
+    def step(self, batch):
+        return float(self.decoding(batch, 1, 0.0)[0])
+
+    def decoding(self, batch, steps, growth):
+        self.asked += 1
+        each = (batch.context_tokens + growth * np.arange(steps)) / batch.decode_reqs
+        level = 500.0 + 10 * batch.waiting
+        return level + np.maximum(300.0, 0.7 * each) + self.jump * (each > 700)
+
+
+def test_decoding_from_a_table_is_that_of_the_model_without_asking_it_again():
+    model = Bends()
+    tabled = TabledDecoding(model)
+    for first in (0.0, 100.0, 1_283.0, 1_900.0, 9_001.0):
+        batch = StepBatch(decode_reqs=3, context_tokens=first)
+        expected = Bends().decoding(batch, 40, 3.0)
+        np.testing.assert_allclose(tabled.decoding(batch, 40, 3.0), expected, rtol=MOST_OFF)
+    assert model.asked == 2, "the table, and a longer one"
+    assert tabled.step(batch) == model.step(batch)
+
+
+def test_a_model_that_jumps_is_not_read_from_a_table_and_a_queue_has_its_own():
+    batch = StepBatch(decode_reqs=2, context_tokens=1_390.0, waiting=4)
+    jumps = TabledDecoding(Bends(jump=200.0))
+    np.testing.assert_array_equal(jumps.decoding(batch, 30, 2.0), Bends(jump=200.0).decoding(batch, 30, 2.0))
+    queues = TabledDecoding(Bends(), reads_waiting=True)
+    for waiting in (4, 0):
+        queued = batch._replace(waiting=waiting)
+        np.testing.assert_allclose(
+            queues.decoding(queued, 30, 2.0), Bends().decoding(queued, 30, 2.0), rtol=MOST_OFF
+        )

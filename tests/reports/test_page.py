@@ -371,3 +371,11 @@ def test_without_the_extra_there_is_markdown(trained, tmp_path):
     assert not (tmp_path / "report.html").exists()
     (line,) = done.stderr.splitlines()
     assert "pip install 'tracefit[report]'" in line
+
+
+def test_a_table_leads_to_deployments_of_which_one_is_open():
+    sections = tuple(Section(f"Deployment {n}", ("text",), folded=n > 1, is_choice=True) for n in (1, 2))
+    table = Table(("deployment", "simulation"), (("`a`", "yes"), ("`b`", "no")), leads_to=sections)
+    text = html_page(Report("t", "", (table, *sections)))
+    assert '<td><a href="#section-deployment-2"><code>b</code></a></td>' in text
+    assert re.findall(r'<details class="section choice"( open)?>', text) == [" open", ""]

@@ -7,7 +7,14 @@ from pathlib import Path
 
 from tracefit.models.targets import TARGETS
 from tracefit.reports.terminal_results import ingest_text, run_text, train_text
-from tracefit.results.models import DeploymentSummary, LatencySummary, ModelSummary, RunResult, TrainResult
+from tracefit.results.models import (
+    DeploymentSummary,
+    LatencySummary,
+    MissingModels,
+    ModelSummary,
+    RunResult,
+    TrainResult,
+)
 from tracefit.results.requests import Quantiles, RequestGroup
 from tracefit.results.traces import IngestResult, RunSummary
 from tracefit.text import DeploymentLabel, deployment_labels
@@ -52,10 +59,11 @@ def test_counts_stand_below_their_heads():
 
 
 def test_errors_files_and_missing_models():
-    lines = train_text(_trained(MODEL, not_fitted=("alpha.departure: why",))).splitlines()
+    missing = MissingModels("deployment", ("alpha.queue_wait", "alpha.departure"), "why", "what to do")
+    lines = train_text(_trained(MODEL, not_fitted=(missing,))).splitlines()
     assert lines[0] == "deployment deployment"
     assert lines[2].split() == ["beta.cycle_time", "1.23", "%", "4.91", "%", "1,859", "4,728", "2,019"]
-    assert "not fitted: alpha.departure: why" in lines
+    assert "  not fitted: alpha.queue_wait, alpha.departure: why; what to do" in lines
     assert "wrote   m/beta.json" in lines
 
 

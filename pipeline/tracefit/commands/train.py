@@ -56,7 +56,14 @@ from tracefit.options import (
     named,
 )
 from tracefit.progress import KeptWarnings, Progress
-from tracefit.results.models import DeploymentSummary, LatencySummary, ModelSummary, RunResult, TrainResult
+from tracefit.results.models import (
+    DeploymentSummary,
+    LatencySummary,
+    MissingModels,
+    ModelSummary,
+    RunResult,
+    TrainResult,
+)
 from tracefit.results.notebook import read_with
 from tracefit.server.documents import read_bytes
 from tracefit.tables.disk import disk_errors, write_files
@@ -64,7 +71,7 @@ from tracefit.tables.runs import find_overlaps
 from tracefit.tables.store import TableStore
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from tracefit.coefficients.documents import DeploymentEvaluation, Evaluation
     from tracefit.coefficients.verdicts import Threshold
@@ -238,6 +245,15 @@ def _trained(
     return replace(result, files=tuple(texts), warnings=tuple(progress.warnings))
 
 
+def _missing(deployment: FittedDeployment) -> Iterator[MissingModels]:
+    """Yield the models that are missing, those of one reason together."""
+    together: dict[tuple[str, str | None], list[str]] = {}
+    for one in deployment.missing:
+        together.setdefault((one.reason, one.remedy), []).append(one.name)
+    for (reason, remedy), names in together.items():
+        yield MissingModels(deployment.deployment.deployment_id, tuple(names), reason, remedy)
+
+
 def _result(
     deployments: list[FittedDeployment],
     runs: pl.DataFrame,
@@ -255,11 +271,7 @@ def _result(
         fitted=tuple(_summary(s, m) for s in deployments for m in s.models),
         verdicts=evaluation.answers,
         reasons=evaluation.first_reasons,
-        not_fitted=tuple(
-            f"{m.name} ({s.deployment.deployment_id}): {m.reason}" + (f"; {m.remedy}" if m.remedy else "")
-            for s in deployments
-            for m in s.missing
-        ),
+        not_fitted=tuple(missing for each in deployments for missing in _missing(each)),
         latencies=tuple(
             _latency_summary(s.deployment_id, name, latency)
             for s in evaluation.deployments

@@ -377,7 +377,7 @@ def try_features(rows: pl.DataFrame, features: FeatureSet, options: FitOptions) 
     used, data = design
     if features.defining and {f.name for f in data.columns}.isdisjoint(features.defining):
         return None
-    choice = data.choose_penalty(options)
+    choice = data.ranked_first(options)
     if _is_below_peak(data, choice, features, options.signs):
         return None
     # Short blocks: a fifth of a run in one piece may be the only one with some loads, such as the sweep before it or its drain,

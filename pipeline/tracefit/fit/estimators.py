@@ -1,22 +1,18 @@
 """Estimators: a robust linear model with Ridge, Lasso or elastic-net penalty, and non-negative least squares.
 
-Both reweight rows by Huber's weights, so that the one step in a hundred that hits a hiccup pulls with bounded force.
+Both reweight rows by Huber's weights, so that the one step in a hundred that hits a hiccup pulls with bounded force. They need
+only numpy: a training fits hundreds of small lines, and libraries that check each of these take longer than the fits.
 """
 
 from __future__ import annotations
 
-import warnings
+import math
 from dataclasses import dataclass, replace
+from functools import cache
 from numbers import Integral, Real
-from typing import TYPE_CHECKING, Literal, Self, TypeAlias, get_args
+from typing import TYPE_CHECKING, Literal, NamedTuple, Self, TypeAlias, get_args
 
 import numpy as np
-from scipy.optimize import nnls
-from scipy.special import stdtrit
-from sklearn.base import BaseEstimator, RegressorMixin
-from sklearn.exceptions import ConvergenceWarning
-from sklearn.linear_model import Lasso
-from sklearn.utils.validation import check_array, check_is_fitted, validate_data
 
 from tracefit.statistics import robust_sd
 
@@ -41,12 +37,15 @@ Shrunk: TypeAlias = tuple[bool, ...]
 SHRINKAGE = 0.3
 """Strength of that penalty: a correction enters to the extent that the other features cannot explain its rows."""
 
-_LASSO_ROUNDS = 100_000
+_ROUNDS_PER_SLOPE = 3
 _BLOCK_ROWS = 8192
 """Rows summed at once: a block of them fits into a processor's cache."""
 
 _SINGULAR = 1e-13
 """Directions with a smaller share of the largest eigenvalue are rounding errors."""
+
+_CONSTANT = 1e-12
+"""Variance of a feature on some rows, relative to that on all, below which it is constant on them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,18 +71,95 @@ class Moments:
 
 def moments(x: Matrix, y: Vector, weights: Vector) -> Moments:
     """Sum up rows of features (n, n_features), targets (n,) and weights (n,)."""
-    total = float(weights.sum())
-    center = np.asarray(weights @ x / total)
-    level = float(weights @ y / total)
-    gram, cross = np.zeros((x.shape[1], x.shape[1])), np.zeros(x.shape[1])
-    for first in range(0, len(y), _BLOCK_ROWS):
-        rows = slice(first, first + _BLOCK_ROWS)
-        # Centered first: sums of raw squares would lose the digits that their difference needs.
-        centered = x[rows] - center
-        weighted = (centered * weights[rows, None]).T
-        gram += weighted @ centered
-        cross += weighted @ (y[rows] - level)
-    return Moments(len(y), total, center, level, gram, cross)
+    # Rows about their means: sums of raw squares would lose the digits that their difference needs.
+    center, level = x.mean(axis=0), float(y.mean())
+    return Sums.of(rows_of(x - center, y - level), weights).moments(center, level)
+
+
+def rows_of(z: Matrix, y: Vector) -> Matrix:
+    """Return rows of 1, features and target, whose weighted products are the sums of a fit; shape (n, 1 + n_features + 1)."""
+    return np.column_stack([np.ones(len(y)), z, y])
+
+
+@dataclass(frozen=True, slots=True)
+class Sums:
+    """Sums over rows of features and target, which add up: those without some rows are the difference.
+
+    Attributes:
+        rows: Number of rows, regardless of their weights.
+        products: Weighted products of the columns of `rows_of`.
+        sums: Sums of the columns, without weights.
+        squares: Sums of their squares, without weights.
+    """
+
+    rows: int
+    products: Matrix
+    sums: Vector
+    squares: Vector
+
+    @classmethod
+    def of(cls, rows: Matrix, weights: Vector) -> Self:
+        """Sum up the rows that `rows_of` returned, near zero in the mean, with weights of shape (n,)."""
+        return cls(len(rows), _products(rows, weights), rows.sum(axis=0), np.einsum("ij,ij->j", rows, rows))
+
+    def __sub__(self, other: Sums) -> Sums:
+        """Return the sums over the rows that `other` has not."""
+        return Sums(
+            self.rows - other.rows,
+            self.products - other.products,
+            self.sums - other.sums,
+            self.squares - other.squares,
+        )
+
+    def moments(self, center: Vector | float = 0.0, level: float = 0.0) -> Moments:
+        """Return the moments of features and target, from which `center` and `level` were subtracted."""
+        return moments_of(self.products, self.rows, center, level)
+
+    def standardised(self, level: float) -> tuple[Moments, Vector, Vector]:
+        """Return the moments of these rows' standardised features, and mean and standard deviation of each feature.
+
+        The rows are some of those whose features have mean 0 and standard deviation 1; `level` was subtracted from the target.
+        """
+        of = self.moments(level=level)
+        center = self.sums[1:-1] / self.rows
+        variance = self.squares[1:-1] / self.rows - center**2
+        # Differences of sums leave a rounding error of a feature that is constant on these rows.
+        varies = variance > _CONSTANT
+        scale = np.sqrt(np.where(varies, variance, 1.0))
+        in_scale = varies / scale
+        return (
+            replace(
+                of,
+                center=(of.center - center) * in_scale,
+                gram=of.gram * np.outer(in_scale, in_scale),
+                cross=of.cross * in_scale,
+            ),
+            center,
+            scale,
+        )
+
+
+def _products(rows: Matrix, weights: Vector) -> Matrix:
+    products = np.zeros((rows.shape[1], rows.shape[1]))
+    for first in range(0, len(rows), _BLOCK_ROWS):
+        block = rows[first : first + _BLOCK_ROWS]
+        products += (block * weights[first : first + _BLOCK_ROWS, None]).T @ block
+    return products
+
+
+def moments_of(products: Matrix, rows: int, center: Vector | float = 0.0, level: float = 0.0) -> Moments:
+    """Return the moments that weighted products of the columns of `rows_of` give, about their means (parallel axis theorem)."""
+    total = float(products[0, 0])
+    means = products[0, 1:] / total
+    about_means = products[1:, 1:] - total * np.outer(means, means)
+    return Moments(
+        rows,
+        total,
+        means[:-1] + center,
+        float(means[-1]) + level,
+        about_means[:-1, :-1],
+        about_means[:-1, -1],
+    )
 
 
 def bounds_of(positive: Positive, features: int) -> tuple[Flags, bool]:
@@ -99,16 +175,23 @@ def extra_ridge(shrunk: Shrunk, features: int) -> Vector:
 
 
 def line(
-    summed: Moments, origin: Vector, penalty: Penalty, strength: float, *, positive: Positive, shrunk: Shrunk
+    summed: Moments,
+    origin: Vector,
+    penalty: Penalty,
+    strength: float,
+    *,
+    positive: Positive,
+    shrunk: Shrunk,
+    start: Vector | None = None,
 ) -> tuple[float, Vector]:
     """Return intercept and slopes of the line that `solve` finds; the intercept is the line's value at `origin`.
 
     The problem remains convex where the intercept cannot be negative: if the best line is below zero at the origin, the best
-    allowed line goes through zero there.
+    allowed line goes through zero there. `start` are slopes nearby, which make the search shorter.
     """
     bound, intercept_bound = bounds_of(positive, len(origin))
     extra_l2 = extra_ridge(shrunk, len(origin))
-    slopes = solve(summed, penalty, strength, bound, extra_l2)
+    slopes = solve(summed, penalty, strength, bound, extra_l2, start)
     from_origin = summed.center - origin
     intercept = summed.level - float(from_origin @ slopes)
     if not intercept_bound or intercept >= 0:
@@ -119,70 +202,100 @@ def line(
         gram=summed.gram + summed.total * np.outer(from_origin, from_origin),
         cross=summed.cross + summed.total * summed.level * from_origin,
     )
-    return 0.0, solve(about_origin, penalty, strength, bound, extra_l2)
+    return 0.0, solve(about_origin, penalty, strength, bound, extra_l2, start)
 
 
-def solve(summed: Moments, penalty: Penalty, strength: float, bound: Flags, extra_l2: Vector) -> Vector:
+def solve(
+    summed: Moments,
+    penalty: Penalty,
+    strength: float,
+    bound: Flags,
+    extra_l2: Vector,
+    start: Vector | None = None,
+) -> Vector:
     """Return the slopes that minimise the penalised squares, shape (n_features,).
 
     Minimises |y - x.a|^2 / 2n + l1 |a|_1 + l2 |a|^2 / 2 over the moments, with n the number of rows. Ridge: l2 =
     `strength`. Lasso: l1 = `strength` times the smallest l1 that empties the model. Elastic net (Zou and Hastie 2005):
-    half of each. Slopes that are `bound` are not negative (Lawson and Hanson 1974 where l1 is 0). `extra_l2` comes on top for
-    each slope.
+    half of each. Slopes that are `bound` are not negative. `extra_l2` comes on top for each slope. `start` are slopes nearby,
+    which make the search shorter.
     """
     if not summed.cross.size:
         return np.zeros(0)
     l2 = ridge_share(penalty) * strength
-    l1 = (strength - l2) * float(np.abs(summed.cross).max()) / summed.rows
+    l1 = (strength - l2) * float(np.abs(summed.cross).max())
     gram = summed.gram + summed.rows * np.diag(l2 + extra_l2)
-    if l1 == 0 and not bound.any():
-        return np.asarray(np.linalg.lstsq(gram, summed.cross, rcond=_SINGULAR)[0])
-    root, target = _as_rows(gram, summed.cross)
     if l1 == 0:
-        return _partly_nonnegative(root, target, bound)
-    # Lasso's `positive` bounds all slopes or none. Where only some are bound, a free slope becomes the difference of two
-    # bound ones, whose penalty is the same.
-    free = np.flatnonzero(~bound) if bound.any() else np.zeros(0, dtype=np.int64)
-    # scikit-learn divides the squares by the rows it gets; these few stand for `summed.rows`.
-    alpha, positive = l1 * summed.rows / len(target), bool(bound.any())
-    model = Lasso(alpha, fit_intercept=False, positive=positive, max_iter=_LASSO_ROUNDS, tol=1e-6)
-    with warnings.catch_warnings():
-        # Descent is slow on nearly collinear features. Where it stops is a candidate like any other.
-        warnings.simplefilter("ignore", ConvergenceWarning)
-        coefficients = np.asarray(model.fit(np.hstack([root, -root[:, free]]), target).coef_, dtype=float)
-    slopes = coefficients[: len(summed.cross)]
-    slopes[free] -= coefficients[len(summed.cross) :]
+        return _nonnegative(gram, summed.cross, bound, start)
+    # A free slope becomes the difference of two bound ones, whose penalty is the same: of such a pair one is always 0.
+    count, free = len(bound), np.flatnonzero(~bound)
+    columns = np.concatenate([np.arange(count), free])
+    signs = np.concatenate([np.ones(count), -np.ones(len(free))])
+    halves = None if start is None else np.maximum(signs * start[columns], 0.0)
+    pairs = np.outer(signs, signs) * gram[np.ix_(columns, columns)]
+    found = _nonnegative(pairs, signs * summed.cross[columns] - l1, np.ones(len(columns), bool), halves)
+    slopes = found[:count]
+    slopes[free] -= found[count:]
     return slopes
 
 
-def _partly_nonnegative(root: Matrix, target: Vector, bound: Flags) -> Vector:
-    """Return the least-squares solution a of root.a = target with a >= 0 where `bound`.
+_UPHILL = 1e-10
+"""Slopes whose increase lowers the squares by a smaller share of the steepest one remain 0: that is rounding."""
 
-    For any bound slopes the best free ones are an unbounded least-squares solution of the rest. The bound slopes are therefore
-    solved by NNLS in the space orthogonal to the free columns (variable projection), the free ones after them.
+
+def _nonnegative(gram: Matrix, cross: Vector, bound: Flags, start: Vector | None) -> Vector:
+    """Return a that minimises a.gram.a / 2 - cross.a with a >= 0 where `bound`; `start` is an allowed a nearby.
+
+    The active-set method of Lawson and Hanson (1974) on the products of the columns instead of their rows (Bro and de Jong
+    1997): a few systems of the size of the number of features.
     """
-    slopes = np.zeros(len(bound))
-    directions, sizes, _ = np.linalg.svd(root[:, ~bound], full_matrices=False)
-    basis = directions[:, sizes > _SINGULAR * sizes.max(initial=0.0)]
-    columns = root[:, bound]
-    slopes[bound] = nnls(columns - basis @ (basis.T @ columns), target - basis @ (basis.T @ target))[0]
-    if not bound.all():
-        rest = target - root[:, bound] @ slopes[bound]
-        slopes[~bound] = np.linalg.lstsq(root[:, ~bound], rest, rcond=None)[0]
+    nearby = _solved(gram, cross) if start is None else start
+    if not bound.any():
+        return nearby if start is None else _solved(gram, cross)
+    slopes = np.where(bound, np.maximum(nearby, 0.0), nearby)
+    passive = ~bound | (slopes > 0)
+    least = _UPHILL * float(np.abs(cross).max())
+    for _ in range(_ROUNDS_PER_SLOPE * len(cross)):
+        slopes, passive = _inside(gram, cross, bound, slopes, passive)
+        downhill = np.where(passive, -np.inf, cross - gram @ slopes)
+        steepest = int(np.argmax(downhill))
+        if not downhill[steepest] > least:
+            break
+        passive[steepest] = True
     return slopes
+
+
+def _solved(gram: Matrix, cross: Vector) -> Vector:
+    """Return the shortest a with gram.a = cross; directions that are rounding errors of `gram` are left out of it."""
+    values, vectors = np.linalg.eigh(gram)
+    kept = values > _SINGULAR * values[-1]
+    inverse = np.where(kept, 1 / np.where(kept, values, 1.0), 0.0)
+    return np.asarray(vectors @ (inverse * (cross @ vectors)))
+
+
+def _inside(
+    gram: Matrix, cross: Vector, bound: Flags, slopes: Vector, passive: Flags
+) -> tuple[Vector, Flags]:
+    """Return the minimum over the `passive` slopes, and which of them are left: those on whose bound the way there ends are 0."""
+    passive = passive.copy()
+    while passive.any():
+        used = np.flatnonzero(passive)
+        best = np.zeros(len(slopes))
+        best[used] = _solved(gram[used[:, None], used], cross[used])
+        crossed = np.flatnonzero(passive & bound & (best <= 0))
+        if not crossed.size:
+            return best, passive
+        # As far as the first bound on the way. A slope that just became passive is 0, and may stay there.
+        ways = slopes[crossed] / np.maximum(slopes[crossed] - best[crossed], np.finfo(float).tiny)
+        slopes = slopes + float(ways.min()) * (best - slopes)
+        ends = crossed[ways <= ways.min()]
+        slopes[ends], passive[ends] = 0.0, False
+    return np.zeros(len(slopes)), passive
 
 
 def ridge_share(penalty: Penalty) -> float:
     """Return the share of a penalty's strength that is on the squares of the slopes."""
     return {"ridge": 1.0, "lasso": 0.0, "elastic_net": 0.5}[penalty]
-
-
-def _as_rows(gram: Matrix, cross: Vector) -> tuple[Matrix, Vector]:
-    """Return rows R and targets t, as few as there are features, with R'R = gram and R't = cross."""
-    values, vectors = np.linalg.eigh(gram)
-    kept = values > _SINGULAR * values.max(initial=0.0)
-    root = np.sqrt(values[kept])
-    return root[:, None] * vectors[:, kept].T, (vectors[:, kept].T @ cross) / root
 
 
 # -- robust fits -----------------------------------------------------------------------------------------
@@ -199,12 +312,22 @@ _FLAT = 0.05
 certain."""
 
 
-RowWeights: TypeAlias = "tuple[Vector, Vector]"
-"""How much each training row counted in a fit: its final weight, the sample weight times Huber's; and how much more it pulls
-per unit of residual, its sample weight and next to nothing beyond the bend of Huber's loss. Shape (n,) each."""
+class RowWeights(NamedTuple):
+    """How much each training row counted in a fit; shape (n,) each.
+
+    Attributes:
+        final: The sample weight times Huber's.
+        pull_slopes: How much more a row pulls per unit of residual: its sample weight, and next to nothing beyond the bend of
+            Huber's loss.
+        huber: Huber's weights, from which a fit nearby can start.
+    """
+
+    final: Vector
+    pull_slopes: Vector
+    huber: Vector
 
 
-class RobustLinear(RegressorMixin, BaseEstimator):  # type: ignore[misc]  # scikit-learn has no types
+class RobustLinear:
     """Linear model with a Ridge, Lasso or elastic-net penalty, fitted by iteratively reweighted least squares.
 
     Minimises sum_i w_i (y_i - b - x_i.a)^2 + penalty(a) over standardised features, where w_i is 1 within `huber`
@@ -224,7 +347,6 @@ class RobustLinear(RegressorMixin, BaseEstimator):  # type: ignore[misc]  # scik
         intercept_: In the unit of y, for raw features.
         coef_: Shape (n_features,), for raw features: `intercept_ + x @ coef_` is the prediction.
         n_iter_: Rounds of reweighting it took, `max_iter` at most.
-        n_features_in_: Features it was fitted on.
 
     Examples:
         Ten steps of 2 ms and 10 us per token, the last one hit by a hiccup of 50 ms:
@@ -259,52 +381,50 @@ class RobustLinear(RegressorMixin, BaseEstimator):  # type: ignore[misc]  # scik
         self.max_iter = max_iter
         self.positive = positive
         self.shrunk = shrunk
+        self._require_parameters()
 
-    def fit(self, X: Matrix, y: Vector, sample_weight: Vector | None = None) -> Self:  # noqa: N803  # sklearn's contract
+    def fit(self, x: Matrix, y: Vector, weights: Vector | None = None, start: Vector | None = None) -> Self:
         """Fit on raw features of shape (n, n_features) and targets of shape (n,); return the model itself.
 
         Args:
-            X: Raw features.
+            x: Raw features.
             y: Targets.
-            sample_weight: Inverse variance of each row up to a factor, shape (n,); equal if not given.
+            weights: Inverse variance of each row up to a factor, shape (n,); equal if not given.
+            start: Huber's weights of a fit nearby, shape (n,), from which fewer rounds lead to the same line; 1 if not given.
 
         Raises:
-            ValueError: There are no rows, or values that are not finite numbers; or a parameter is not allowed.
+            ValueError: There are no rows, or values that are not finite numbers; or a parameter does not fit the features.
         """
-        self.fit_rows(X, y, sample_weight)
+        self.fit_rows(x, y, weights, start)
         return self
 
-    def fit_rows(self, X: Matrix, y: Vector, sample_weight: Vector | None = None) -> RowWeights:  # noqa: N803  # sklearn's contract
+    def fit_rows(
+        self, x: Matrix, y: Vector, weights: Vector | None = None, start: Vector | None = None
+    ) -> RowWeights:
         """Fit as `fit` does, and return how much each row counted: confidence intervals need it, predictions do not."""
-        self._require_parameters()
-        # A model without features is allowed: it is a constant, the baseline that other models are compared with.
-        x, y = validate_data(self, X, y, dtype=np.float64, y_numeric=True, ensure_min_features=0)
-        y = np.asarray(y, dtype=float)
-        if not isinstance(self.positive, bool) and len(self.positive) != x.shape[1] + 1:
-            raise ValueError(
-                f"positive has {len(self.positive)} flags, not one per feature and one for the intercept"
-            )
-        if self.shrunk and len(self.shrunk) != x.shape[1]:
-            raise ValueError(f"shrunk has {len(self.shrunk)} flags, not one per feature")
-        sampled = np.ones(len(y)) if sample_weight is None else sample_weight
-        sampled = check_array(sampled, ensure_2d=False, dtype=np.float64, input_name="sample_weight")
-        if sampled.shape != y.shape or (sampled < 0).any() or not sampled.any():
-            raise ValueError(
-                "Sample weights must contain at least one non-zero number, none below 0, one per row"
-            )
-        sampled = sampled / np.mean(sampled)
+        self._require_rows(x, y)
+        sampled = _sampled(y, weights)
         z, center, scale = standardised(x)
         # On standardised features one penalty strength suits all of them. `origin` is where the raw features are zero.
-        origin = -center / scale
+        origin, level = -center / scale, float(y.mean())
+        rows = rows_of(z, y - level)
         settled = _SETTLED * (np.abs(y).max(initial=0.0) or 1.0)
-        huber_factors, fitted = np.ones(len(y)), np.full(len(y), np.inf)
+        huber_factors, fitted = np.ones(len(y)) if start is None else start, np.full(len(y), np.inf)
+        nearby: Vector | None = None
         # The first fit is before any reweighting.
         for rounds in range(self.max_iter + 1):  # noqa: B007  # read after the loop
-            weights = sampled * huber_factors
-            summed = moments(z, y, weights)
+            counted = sampled * huber_factors
+            summed = moments_of(_products(rows, counted), len(y), level=level)
             intercept, slopes = line(
-                summed, origin, self.penalty, self.strength, positive=self.positive, shrunk=self.shrunk
+                summed,
+                origin,
+                self.penalty,
+                self.strength,
+                positive=self.positive,
+                shrunk=self.shrunk,
+                start=nearby,
             )
+            nearby = slopes
             before, fitted = fitted, intercept - origin @ slopes + z @ slopes
             if np.abs(fitted - before).max(initial=0.0) <= settled:
                 break
@@ -312,7 +432,20 @@ class RobustLinear(RegressorMixin, BaseEstimator):  # type: ignore[misc]  # scik
         self.n_iter_ = rounds
         self.coef_: Vector = slopes / scale
         self.intercept_ = intercept
-        return weights, sampled * np.where(huber_factors < 1, _FLAT, 1.0)
+        return RowWeights(counted, sampled * np.where(huber_factors < 1, _FLAT, 1.0), huber_factors)
+
+    def _require_rows(self, x: Matrix, y: Vector) -> None:
+        # A model without features is allowed: it is a constant, the baseline that other models are compared with.
+        if x.ndim != 2 or y.shape != x.shape[:1] or not len(y):
+            raise ValueError(f"features of shape {x.shape} and targets of shape {y.shape} are not rows")
+        if not (np.isfinite(x).all() and np.isfinite(y).all()):
+            raise ValueError("features and targets must be finite numbers")
+        if not isinstance(self.positive, bool) and len(self.positive) != x.shape[1] + 1:
+            raise ValueError(
+                f"positive has {len(self.positive)} flags, not one per feature and one for the intercept"
+            )
+        if self.shrunk and len(self.shrunk) != x.shape[1]:
+            raise ValueError(f"shrunk has {len(self.shrunk)} flags, not one per feature")
 
     def _require_parameters(self) -> None:
         valid = {
@@ -327,11 +460,22 @@ class RobustLinear(RegressorMixin, BaseEstimator):  # type: ignore[misc]  # scik
             if not is_valid:
                 raise ValueError(f"{name} cannot be {getattr(self, name)!r}")
 
-    def predict(self, X: Matrix) -> Vector:  # noqa: N803  # scikit-learn's contract
-        """Return intercept + X @ coefficients, shape (n,)."""
-        check_is_fitted(self)
-        x = validate_data(self, X, dtype=np.float64, reset=False, ensure_min_features=0)
+    def predict(self, x: Matrix) -> Vector:
+        """Return intercept + x @ coefficients, shape (n,)."""
         return np.asarray(self.intercept_ + x @ self.coef_, dtype=float)
+
+
+def _sampled(y: Vector, weights: Vector | None) -> Vector:
+    """Return the weights of rows with a mean of 1; shape (n,)."""
+    if weights is None:
+        return np.ones(len(y))
+    if weights.shape != y.shape or not (
+        np.isfinite(weights).all() and (weights >= 0).all() and weights.any()
+    ):
+        raise ValueError(
+            "Sample weights must contain at least one non-zero number, none below 0, one per row"
+        )
+    return np.asarray(weights / np.mean(weights), dtype=float)
 
 
 def standardised(x: Matrix) -> tuple[Matrix, Vector, Vector]:
@@ -362,7 +506,7 @@ def confidence_intervals(
 
     `model` is fitted on exactly these rows, `rows` is what its `fit_rows` returned, and `blocks` the time block of each row.
     """
-    weights, pull_slopes = rows
+    weights, pull_slopes, _ = rows
     active = np.flatnonzero(model.coef_)
     at_least_zero, constant_at_least_zero = bounds_of(model.positive, x.shape[1])
     # A line forced through the origin has no intercept to vary: its design has no column of ones.
@@ -383,7 +527,7 @@ def confidence_intervals(
     back = np.diag(np.concatenate([[1.0], 1 / scale]))
     back[0, 1:] = -center / scale
     errors = np.sqrt(np.maximum(np.diag(back @ cov @ back.T), 0.0))
-    reach = float(stdtrit(max(count - 1, 1), 0.975)) * errors
+    reach = student_975(max(count - 1, 1)) * errors
 
     def around(value: float, width: float, *, cut: bool) -> Interval:
         return max(value - width, 0.0 if cut else -np.inf), value + width
@@ -397,6 +541,39 @@ def confidence_intervals(
 
 
 Interval = tuple[float, float]
+
+
+_MOST_EXACT = 200
+_NORMAL_975 = 1.959963984540054
+
+
+@cache
+def student_975(degrees: int) -> float:
+    """Return the 97.5th percentile of Student's t with so many degrees of freedom.
+
+    The root of its distribution function, a finite sum in the angle atan(t / sqrt(degrees)) (Abramowitz and Stegun 1964, 26.7.3 and
+    26.7.4); with many degrees Fisher's expansion about the normal percentile (26.7.5), whose error is below 1e-8 there.
+    """
+    if degrees > _MOST_EXACT:
+        z = _NORMAL_975
+        first, second = (z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96
+        third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
+        return z + first / degrees + second / degrees**2 + third / degrees**3
+    low, high = 0.0, math.pi / 2
+    while low < (middle := (low + high) / 2) < high:
+        low, high = (middle, high) if _within(middle, degrees) < 0.95 else (low, middle)
+    return math.tan(low) * math.sqrt(degrees)
+
+
+def _within(angle: float, degrees: int) -> float:
+    """Return the probability that |t| is below tan(angle) sqrt(degrees)."""
+    odd, cosine = degrees % 2, math.cos(angle)
+    total, term = 0.0, cosine if odd else 1.0
+    for power in range(odd, degrees - 1, 2):
+        total += term
+        term *= cosine**2 * (power + 1) / (power + 2)
+    total *= math.sin(angle)
+    return 2 / math.pi * (angle + total) if odd else total
 
 
 ROUNDS = 10
@@ -416,6 +593,8 @@ def fit_nonnegative(x: Matrix, y: Vector, weights: Vector | None = None, *, hube
     Returns:
         Coefficients, shape (n_terms,); 0 for a term that is 0 on every row.
     """
+    from scipy.optimize import nnls  # noqa: PLC0415 - it takes long, and trainings do without
+
     weights = np.ones(len(y)) if weights is None else weights
     # Scaled to 1 at most: NNLS decides by an absolute tolerance, and terms come in bytes, tokens and microseconds.
     scale = x.max(axis=0, initial=0.0)

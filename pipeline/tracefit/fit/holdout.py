@@ -352,7 +352,7 @@ def _fitted_below(data: Design, lower: Flags, options: FitOptions) -> Callable[[
     """Fit the `lower` rows and return a function that predicts features of shape (n, n_features), clipped at 0."""
     kept, _ = usable_features(data.x[lower], [c.name for c in data.columns])
     below = data.part(lower, kept)
-    model = below.fit(below.choose_penalty(options), options.signs)
+    model = below.fit(below.ranked_first(options), options.signs)
     return lambda features: np.asarray(np.maximum(model.predict(features[:, kept]), 0.0))
 
 

@@ -15,17 +15,17 @@ import numpy as np
 import polars as pl
 
 from tracefit.features.sets import PADDED, PRODUCTS
-from tracefit.fit.estimators import MAX_ITER, RobustLinear, line, moments, standardised
+from tracefit.fit.estimators import MAX_ITER, RobustLinear, Sums, line, rows_of, standardised
 from tracefit.fit.fitted import PENALTIES
 from tracefit.fit.results import PenaltyChoice
 from tracefit.models.schema import OmittedFeature
 from tracefit.models.validation import Collinearity
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from tracefit.features.sets import Feature
-    from tracefit.fit.estimators import Shrunk
+    from tracefit.fit.estimators import Penalty, Shrunk
     from tracefit.fit.fitted import FitOptions, Signs
     from tracefit.statistics import Flags, Integers, Matrix, Vector
 
@@ -44,7 +44,7 @@ MIN_VARIED_ROWS = 20
 
 FOLDS = 5
 FOLD_ROUNDS = 5
-"""Rounds of reweighting inside a fold: the folds only rank penalties, which takes few."""
+"""Rounds of reweighting for the folds: they only rank penalties, which takes few."""
 
 _TIE = 1e-3
 """Penalties whose errors differ by a smaller share tie."""
@@ -162,6 +162,8 @@ class Design:
     time: Integers
     folds: Integers
     """For cross-validation: contiguous in every run's time."""
+    start: Vector | None = None
+    """Huber's weights of an earlier fit of these rows, from which fits start; null if there is no such fit."""
 
     def blocks(self) -> Integers:
         """Blocks of time for intervals, numbered over all runs; shape (n,)."""
@@ -172,7 +174,10 @@ class Design:
     def part(self, rows: Flags | slice, columns: Sequence[int] | None = None) -> Design:
         """Return some rows of some columns, of all columns if these are not given."""
         names = ("y", "weights", "counts", "run", "time", "folds")
-        part = replace(self, x=self.x[rows], **{name: getattr(self, name)[rows] for name in names})
+        start = None if self.start is None else self.start[rows]
+        part = replace(
+            self, x=self.x[rows], start=start, **{name: getattr(self, name)[rows] for name in names}
+        )
         if columns is None:
             return part
         x = np.asfortranarray(part.x[:, columns])
@@ -184,13 +189,13 @@ class Design:
 
     def fit(self, choice: PenaltyChoice, signs: Signs) -> RobustLinear:
         """Fit all rows with a penalty that was chosen."""
-        return estimator(choice, signs, self.columns).fit(self.x, self.y, self.weights)
+        return estimator(choice, signs, self.columns).fit(self.x, self.y, self.weights, self.start)
 
     def choose_penalty(self, options: FitOptions) -> PenaltyChoice:
         """Choose penalty and strength by cross-validation over the folds, blocks of time.
 
-        The error of a candidate is the mean absolute error on each block, predicted by a fit on the other blocks. Within a
-        fold all candidates share the Huber weights of the first one's fit, so that the same rows count for all. Ties (within
+        The error of a candidate is the mean absolute error on each block, predicted by a fit on the other blocks. All candidates
+        and blocks share the Huber weights of one fit of all rows, so that the same rows count for all. Ties (within
         0.1 %) go to the earlier candidate: Ridge before Lasso before elastic net, weaker before stronger.
 
         Returns:
@@ -199,33 +204,58 @@ class Design:
         # Ceiling division: the smallest step that leaves no more than `ENOUGH_ROWS`.
         every_nth = slice(None, None, -(-len(self.y) // ENOUGH_ROWS) or None)
         data = self.part(every_nth, range(len(self.columns)))
-        folds = [f for f in np.unique(data.folds) if 0 < np.sum(data.folds == f) < len(data.y)]
-        if not folds:
-            return PenaltyChoice(*options.penalties[0], float("nan"), 0)
         errors = []
-        for fold in folds:
-            test = data.folds == fold
-            predictions = data.part(~test).candidate_predictions(data.x[test], options)
+        first = PenaltyChoice(*options.penalties[0], float("nan"), 0)
+        for test, predictions in data.left_out(first, options.penalties, options.signs):
             absolute = np.abs(np.maximum(predictions, 0.0) - data.y[test])
             # Divided by the sum over all rows, the errors of the folds add up to the mean over all rows.
             errors.append(absolute @ data.counts[test] / data.counts.sum())
+        if not errors:
+            return first
         scores = np.sum(errors, axis=0)  # over the folds; one per candidate
         best = _first_best(scores)
-        return PenaltyChoice(*options.penalties[best], float(scores[best]), len(folds))
+        return PenaltyChoice(*options.penalties[best], float(scores[best]), len(errors))
 
-    def candidate_predictions(self, x: Matrix, options: FitOptions) -> Matrix:
-        """Predict other rows `x` by every candidate fitted on these; shape (n_candidates, n_rows)."""
-        positive, shrunk = options.signs.of(self.columns), _shrunk(self.columns)
-        first = RobustLinear(*options.penalties[0], max_iter=FOLD_ROUNDS, positive=positive, shrunk=shrunk)
-        weights, _ = first.fit_rows(self.x, self.y, self.weights)
-        # One pass over the rows serves all candidates: with shared weights they differ only in the penalty.
+    def ranked_first(self, options: FitOptions) -> PenaltyChoice:
+        """Return `choose_penalty` for a fit that needs no score: a single candidate is the choice."""
+        if len(options.penalties) > 1:
+            return self.choose_penalty(options)
+        return PenaltyChoice(*options.penalties[0], float("nan"), 0)
+
+    def left_out(
+        self, weighed: PenaltyChoice, candidates: Sequence[tuple[Penalty, float]], signs: Signs
+    ) -> Iterator[tuple[Flags, Matrix]]:
+        """Yield the rows of each fold, and predictions of them by every candidate fitted on the rows of the other folds.
+
+        All lines share the Huber weights of a short fit of all rows with the penalty `weighed`. With the weights fixed, the sums
+        over the other folds are those over all rows without the fold's: each fold costs one pass over its own rows, and each
+        candidate a system of the size of the number of features. The lines are those that least squares with these weights find
+        on the other rows.
+
+        Yields:
+            Flags of shape (n,), and predictions of shape (n_candidates, rows of the fold); nothing where there is a single fold.
+        """
+        folds = np.unique(self.folds)
+        if len(folds) < 2:
+            return
+        model = estimator(weighed, signs, self.columns, max_iter=FOLD_ROUNDS)
+        weights = model.fit_rows(self.x, self.y, self.weights, self.start).final
         z, center, scale = standardised(self.x)
-        summed = moments(z, self.y, weights)
-        lines = [
-            line(summed, -center / scale, *candidate, positive=positive, shrunk=shrunk)
-            for candidate in options.penalties
-        ]
-        return np.array([intercept + x @ (slopes / scale) for intercept, slopes in lines])
+        level = float(self.y.mean())
+        rows = rows_of(z, self.y - level)
+        everything = Sums.of(rows, weights)
+        for fold in folds:
+            test = self.folds == fold
+            of_rest = everything - Sums.of(rows[test], weights[test])
+            summed, rest_center, rest_scale = of_rest.standardised(level)
+            origin = (-center / scale - rest_center) / rest_scale
+            lines = [
+                line(summed, origin, *candidate, positive=model.positive, shrunk=model.shrunk)
+                for candidate in candidates
+            ]
+            constants = np.array([intercept for intercept, _ in lines])
+            slopes = np.array([slopes for _, slopes in lines]) / (rest_scale * scale)
+            yield test, constants[:, None] + slopes @ self.x[test].T
 
     def is_worse_than_constant(self, choice: PenaltyChoice, options: FitOptions) -> bool:
         """Return whether the features predict left-out blocks of time clearly worse than a constant does.
@@ -244,11 +274,10 @@ class Design:
         A single block is predicted by a model fitted on itself.
         """
         predicted = np.zeros(len(self.y))
-        model = estimator(choice, signs, self.columns, max_iter=FOLD_ROUNDS)
-        for fold in np.unique(self.folds):
-            test = self.folds == fold
-            rest = ~test if not test.all() else test
-            predicted[test] = model.fit(self.x[rest], self.y[rest], self.weights[rest]).predict(self.x[test])
+        for test, (of_fold,) in self.left_out(choice, [(choice.penalty, choice.strength)], signs):
+            predicted[test] = of_fold
+        if len(np.unique(self.folds)) < 2:
+            predicted = self.fit(choice, signs).predict(self.x)
         return np.asarray(np.maximum(predicted, 0.0))
 
 

@@ -9,6 +9,7 @@ the number of requests and not the number of their tokens.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from bisect import insort
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
@@ -131,7 +132,8 @@ class ReplayedRequest:
         prefix: Leading prompt tokens that it shares with all requests that share as many.
         need: Tokens to compute before the next output token.
         computed: Tokens in the cache.
-        blocks: Their blocks.
+        held: Number of their blocks.
+        blocks: These blocks by number, where requests share prefixes.
         unclaimed: Tokens without blocks: BLIS claims none for a prompt that is wholly cached.
         cached: Prompt tokens from the prefix cache when it was scheduled first.
         first_us: When its first token came; NaN before.
@@ -147,6 +149,7 @@ class ReplayedRequest:
     prefix: int = 0
     need: int = 0
     computed: float = 0
+    held: int = 0
     blocks: list[int] = field(default_factory=list)
     unclaimed: int = 0
     cached: int = 0
@@ -154,14 +157,16 @@ class ReplayedRequest:
     last_us: float = math.nan
     scheduled_us: float = math.nan
     preemptions: int = 0
+    filled: float = 0
+    """Tokens of its prompt in its blocks."""
+    freed: _Stretch | None = None
+    """Those left of the blocks that it had before it was preempted."""
+    end: int = field(init=False)
+    """Tokens in the cache when its last token comes: that one need not be put there."""
 
     def __post_init__(self) -> None:
         self.need = self.prompt
-
-    @property
-    def end(self) -> int:
-        """Tokens in the cache when its last token comes: that one need not be put there."""
-        return self.prompt + self.output - 1
+        self.end = self.prompt + self.output - 1
 
 
 _BY_ARRIVAL = attrgetter("index")
@@ -184,6 +189,8 @@ class ReplayEngine:
         settings: EngineSettings,
         most_blocks: int,
         rules: SchedulerRules = VLLM_RULES,
+        *,
+        shares_prefixes: bool = True,
     ) -> None:
         """Start an empty engine.
 
@@ -192,11 +199,12 @@ class ReplayEngine:
             settings: Settings of the server.
             most_blocks: Blocks if the settings state none: as many as all requests fill.
             rules: Rules of the scheduler on which servers differ.
+            shares_prefixes: Whether a prompt may share a prefix with another one.
         """
         self.times, self.settings, self.rules = times, settings, rules
-        self.cache = _BlockCache(
-            most_blocks if settings.num_blocks is None else settings.num_blocks, settings
-        )
+        # Where a prompt may be wholly cached, its blocks are not taken again: these keep their numbers.
+        kind = _SharedBlocks if shares_prefixes or not rules.computes_last_token else _OwnBlocks
+        self.cache = kind(most_blocks if settings.num_blocks is None else settings.num_blocks, settings)
         self.running: list[ReplayedRequest] = []
         self.waiting = deque[ReplayedRequest]()
         self.now = 0.0
@@ -260,18 +268,20 @@ class ReplayEngine:
         growth = settings.tokens_per_step
         if not running or self._ended or len(running) * growth > settings.max_num_batched_tokens:
             return False
-        if any(r.computed < r.need for r in running):
-            return False
+        context, fewest = 0.0, math.inf
+        for request in running:
+            done = request.computed
+            if done < request.need:
+                return False
+            context += done
+            fewest = min(fewest, request.end - done)
         is_full = len(running) >= settings.max_num_seqs
         budget = settings.max_num_batched_tokens - len(running) * growth
         if self.waiting and not is_full and self._next(budget, admit=False) is not None:
             return False
-        left = math.ceil(min((r.end - r.computed) / growth for r in running))
-        done = np.array([r.computed for r in running], dtype=float)
-        steps = self.cache.steps_until_full(running, done, min(left, MOST_AT_ONCE), growth)
+        steps = self.cache.steps_until_full(running, min(math.ceil(fewest / growth), MOST_AT_ONCE), growth)
         if steps < 2:
             return False
-        context = float(done.sum())
         batch = StepBatch(decode_reqs=len(running), context_tokens=context, waiting=len(self.waiting))
         ends = self.now + np.cumsum(self.times.decoding(batch, steps, growth * len(running)))
         can_wait = is_full or (self.waiting and not settings.by_priority)
@@ -284,12 +294,10 @@ class ReplayEngine:
         self.steps.append((ends[:taken], len(running), len(self.waiting)))
         for request in running:
             # Its blocks often have space for the next tokens.
-            if (
-                request.computed + taken * growth - request.unclaimed
-                > len(request.blocks) * settings.block_size
-            ):
+            done = request.computed + taken * growth
+            if done - request.unclaimed > request.held * settings.block_size:
                 self.cache.grow(request, taken * growth)
-            request.computed += taken * growth
+            request.computed = done
         self._finish([r for r in running if r.computed >= r.end])
         return True
 
@@ -330,12 +338,19 @@ class ReplayEngine:
     def _schedule_running(self, tokens: dict[ReplayedRequest, float]) -> float:
         """Give the running requests their tokens, and return those that the step has left."""
         budget: float = self.settings.max_num_batched_tokens
+        growth, size = self.settings.tokens_per_step, self.settings.block_size
         lost = set[ReplayedRequest]()
         for request in tuple(self.running):
             if request in lost:
                 continue
-            decodes = request.computed >= request.need
-            wanted = self.settings.tokens_per_step if decodes else request.need - request.computed
+            done = request.computed
+            decodes = done >= request.need
+            if decodes and growth <= budget and done + growth - request.unclaimed <= request.held * size:
+                # Its blocks often have space for the next tokens. Those of its prompt are full.
+                tokens[request] = growth
+                budget -= growth
+                continue
+            wanted = growth if decodes else request.need - done
             new = min(budget, wanted)
             # To give one its blocks, others may lose theirs.
             while new and request not in lost and not self.cache.grow(request, new):
@@ -429,16 +444,138 @@ class ReplayEngine:
 _BlockKey: TypeAlias = tuple[bool, int, int]
 
 
-class _BlockCache:
+class _Blocks(ABC):
+    """The KV blocks of an engine, and which of them are in use."""
+
+    def __init__(self, settings: EngineSettings) -> None:
+        self.block_size, self.reuses = settings.block_size, settings.prefix_caching
+
+    @property
+    @abstractmethod
+    def free_count(self) -> int:
+        """Number of blocks that no request holds."""
+
+    @abstractmethod
+    def find(self, request: ReplayedRequest, keep: int) -> int:
+        """Return the number of leading full blocks of a prompt that are in the cache, with at least `keep` tokens left to compute."""
+
+    @abstractmethod
+    def admit(self, request: ReplayedRequest, cached: int, new: float, *, takes: bool) -> bool:
+        """Say whether there are blocks for a new request; if so and `takes`, take them, `cached` of them from the prefix cache."""
+
+    @abstractmethod
+    def grow(self, request: ReplayedRequest, new: float) -> bool:
+        """Take blocks for a request's `new` next tokens; return False and take none if there are too few."""
+
+    @abstractmethod
+    def release(self, request: ReplayedRequest) -> None:
+        """Free a request's blocks, its last one first, so that the beginning of a prompt is reused last."""
+
+    def steps_until_full(self, running: Sequence[ReplayedRequest], steps: int, growth: float) -> int:
+        """Return the number of steps, `steps` at most, for which there are blocks if all that run decode."""
+        if len(running) * (steps * growth / self.block_size + 1) <= self.free_count:
+            return steps
+        done = np.array([r.computed for r in running], dtype=float)
+        reserved = np.array([r.held * self.block_size + r.unclaimed for r in running])
+
+        def fits(count: int) -> bool:
+            wanted = np.ceil((done + count * growth - reserved) / self.block_size)
+            return float(np.maximum(wanted, 0).sum()) <= self.free_count
+
+        low, high = 0, steps
+        if fits(high):
+            return high
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if fits(middle) else (low, middle)
+        return low
+
+
+@dataclass(slots=True)
+class _Stretch:
+    """Free blocks that follow each other in the order they are taken, and were one request's."""
+
+    count: int
+    reusable: int
+    """How many of them, the last ones, are full blocks of its prompt."""
+
+
+class _OwnBlocks(_Blocks):
+    """KV blocks by their count, where no two prompts share a prefix.
+
+    Only a preempted request then finds blocks in the cache: its own, which are one stretch of the free ones, its first block last.
+    The part that was not taken since is the beginning of the prompt. Its times are those with blocks by number.
+    """
+
+    def __init__(self, num_blocks: int, settings: EngineSettings) -> None:
+        super().__init__(settings)
+        self._free = num_blocks
+        self._stretches = deque([_Stretch(num_blocks, 0)])
+
+    @property
+    def free_count(self) -> int:
+        return self._free
+
+    def find(self, request: ReplayedRequest, keep: int) -> int:
+        if not self.reuses or request.freed is None:
+            return 0
+        left = min(request.freed.count, request.freed.reusable)
+        return min(left, max(min(request.prompt, request.need - keep), 0) // self.block_size)
+
+    def admit(self, request: ReplayedRequest, cached: int, new: float, *, takes: bool) -> bool:
+        if math.ceil(new / self.block_size) + cached > self._free:
+            return False
+        if not takes:
+            return True
+        request.computed = request.filled = cached * self.block_size
+        if request.freed is not None:
+            request.freed.count -= cached
+            self._free -= cached
+            request.freed = None
+        request.held = cached
+        return self.grow(request, new)
+
+    def grow(self, request: ReplayedRequest, new: float) -> bool:
+        done = request.computed
+        wanted = math.ceil((done + new - request.unclaimed) / self.block_size) - request.held
+        if wanted > self._free:
+            return False
+        if wanted > 0:
+            request.held += wanted
+            self._free -= wanted
+            while wanted:
+                first = self._stretches[0]
+                taken = min(wanted, first.count)
+                first.count -= taken
+                wanted -= taken
+                if not first.count:
+                    self._stretches.popleft()
+        if done < request.prompt:
+            request.filled = min(done + new, request.prompt)
+        return True
+
+    def release(self, request: ReplayedRequest) -> None:
+        if request.held:
+            request.freed = _Stretch(request.held, int(request.filled) // self.block_size)
+            self._stretches.append(request.freed)
+            self._free += request.held
+        request.computed, request.held, request.unclaimed, request.filled = 0, 0, 0, 0
+
+
+class _SharedBlocks(_Blocks):
     """KV blocks by number: free blocks in the order they are taken, and full prompt blocks by their content."""
 
     def __init__(self, num_blocks: int, settings: EngineSettings) -> None:
-        self.block_size, self.reuses = settings.block_size, settings.prefix_caching
+        super().__init__(settings)
         # An ordered set. To find the first key of a plain dictionary takes as long as the number of keys removed before it.
         self.free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self.holders: dict[int, int] = {}
         self.content: dict[int, _BlockKey] = {}
         self.block_of: dict[_BlockKey, int] = {}
+
+    @property
+    def free_count(self) -> int:
+        return len(self.free)
 
     def _key(self, request: ReplayedRequest, index: int) -> _BlockKey:
         """Return the key of a full block's content: a block of a shared prefix has the same key for all who share it."""
@@ -446,7 +583,6 @@ class _BlockCache:
         return is_shared, request.prefix if is_shared else request.index, index
 
     def find(self, request: ReplayedRequest, keep: int) -> int:
-        """Return the number of leading full blocks of a prompt that are in the cache, with at least `keep` tokens left to compute."""
         count = 0
         if self.reuses:
             most = min(request.prompt, request.need - keep)
@@ -455,7 +591,6 @@ class _BlockCache:
         return count
 
     def admit(self, request: ReplayedRequest, cached: int, new: float, *, takes: bool) -> bool:
-        """Say whether there are blocks for a new request; if so and `takes`, take them, `cached` of them from the prefix cache."""
         reused = [self.block_of[self._key(request, index)] for index in range(cached)]
         unused = sum(block in self.free for block in reused)
         if math.ceil(new / self.block_size) + unused > len(self.free):
@@ -466,32 +601,13 @@ class _BlockCache:
         if not new:
             request.unclaimed = request.prompt
             return True
-        request.blocks = reused
+        request.blocks, request.held = reused, cached
         for block in reused:
             self.free.pop(block, None)
             self.holders[block] = self.holders.get(block, 0) + 1
         return self.grow(request, new)
 
-    def steps_until_full(
-        self, running: Sequence[ReplayedRequest], done: Vector, steps: int, growth: float
-    ) -> int:
-        """Return the number of steps, `steps` at most, for which there are blocks if all that run decode."""
-        reserved = np.array([len(r.blocks) * self.block_size + r.unclaimed for r in running])
-
-        def fits(count: int) -> bool:
-            wanted = np.ceil((done + count * growth - reserved) / self.block_size)
-            return float(np.maximum(wanted, 0).sum()) <= len(self.free)
-
-        low, high = 0, steps
-        if fits(high):
-            return high
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if fits(middle) else (low, middle)
-        return low
-
     def grow(self, request: ReplayedRequest, new: float) -> bool:
-        """Take blocks for a request's `new` next tokens; return False and take none if there are too few."""
         done, blocks, size = request.computed, request.blocks, self.block_size
         wanted = math.ceil((done + new - request.unclaimed) / size) - len(blocks)
         if wanted > len(self.free):
@@ -501,6 +617,7 @@ class _BlockCache:
             self._forget(block)
             self.holders[block] = 1
             blocks.append(block)
+        request.held = len(blocks)
         if done >= request.prompt:
             return True
         # Only blocks of the prompt can be reused: the content of outputs is unknown.
@@ -517,9 +634,8 @@ class _BlockCache:
             del self.block_of[key]
 
     def release(self, request: ReplayedRequest) -> None:
-        """Free a request's blocks, its last one first, so that the beginning of a prompt is reused last."""
         for block in reversed(request.blocks):
             self.holders[block] -= 1
             if not self.holders[block]:
                 self.free[block] = None
-        request.computed, request.blocks, request.unclaimed = 0, [], 0
+        request.computed, request.held, request.blocks, request.unclaimed = 0, 0, [], 0

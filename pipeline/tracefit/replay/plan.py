@@ -19,18 +19,18 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import polars as pl
-from scipy.interpolate import PchipInterpolator
 
 from tracefit.errors import DataError
 from tracefit.models.amounts import filled
-from tracefit.models.describe import STEP_COLUMNS
+from tracefit.models.describe import STEP_COLUMNS, STEP_INPUTS
 from tracefit.models.evaluate import CompiledModel
 from tracefit.models.frames import evaluated
 from tracefit.replay.arrivals import GAP_BLOCK
+from tracefit.replay.decoding import TabledDecoding
 from tracefit.replay.models import FittedStepTimes, admission_us
 from tracefit.replay.run import RequestLoad, replay
 from tracefit.results.plans import Objective, PlannedLatency, PlanPoint
-from tracefit.statistics import percentile
+from tracefit.statistics import monotone, percentile
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -197,6 +197,8 @@ class Simulated:
     outside_pct: float
     outside: tuple[str, ...]
     sampled: float
+    _known: dict[tuple[str, bool], float] = field(default_factory=dict, compare=False, repr=False)
+    """Ends that were computed: every point of a curve asks for those of all points."""
 
     def percentile_ms(self, name: str) -> float:
         """Return the latency that a name such as `ttft_p99_ms` stands for."""
@@ -209,13 +211,18 @@ class Simulated:
         Consecutive requests share a queue: the error of the rank is the spread of the share below the percentile between parts of
         the replay (batch means; Law, Simulation Modeling and Analysis, 2015, section 9.5). The error of the sample is binomial.
         """
-        latency, q = split_name(name)
+        if (name, high) not in self._known:
+            self._known[name, high] = self._drawn(*split_name(name), high=high)
+        return self._known[name, high]
+
+    def _drawn(self, latency: str, q: float, *, high: bool) -> float:
         values = self.latencies[latency]
-        below = np.array_split(values <= percentile(values, q), _PARTS)
+        value = percentile(values, q)
+        below = np.array_split(values <= value, _PARTS)
         parts = 100 * float(np.std([p.mean() for p in below if len(p)], ddof=1)) / math.sqrt(_PARTS)
         error = _Z90 * math.hypot(parts, math.sqrt(q * (100 - q) / self.sampled))
         end = percentile(values, min(max(q + (error if high else -error), 0.0), 100.0))
-        return end / max(1e3 * self.percentile_ms(name), 1e-6)
+        return end / max(value, 1e-6)
 
 
 def split_name(name: str) -> tuple[str, float]:
@@ -246,13 +253,14 @@ class Fleet:
     _known: dict[tuple[int, float, int], Simulated] = field(default_factory=dict)
 
     @cached_property
-    def times(self) -> FittedStepTimes:
+    def times(self) -> TabledDecoding:
         """The model of step times.
 
         Raises:
             DataError: It reads a value of a step or of the server that is unknown.
         """
-        return FittedStepTimes(self.deployment.step_model, dict(self.server))
+        exact = FittedStepTimes(self.deployment.step_model, dict(self.server))
+        return TabledDecoding(exact, reads_waiting=self.law.reads("waiting"))
 
     @cached_property
     def law(self) -> StepLawUncertainty:
@@ -379,6 +387,10 @@ class StepLawUncertainty:
     def _evaluated(self, batches: pl.DataFrame) -> Evaluated:
         return evaluated(self._compiled, batches, self._server)
 
+    def reads(self, name: str) -> bool:
+        """Return whether the model depends on an input of a step."""
+        return name in self._compiled.formulas.used(self._compiled.features, STEP_INPUTS)
+
     def slowness(self, batches: pl.DataFrame, outside_pct: float) -> tuple[float, float]:
         """Return the 5th and 95th percentile of the factor on the mean step time.
 
@@ -475,16 +487,16 @@ class Curve:
         self.errors = errors
         self.anchors = sorted(anchors, key=lambda p: p.rate)
         self.rates = np.array([p.rate for p in self.points])
-        self._logs: dict[str, PchipInterpolator] = {}
+        self._logs: dict[str, Callable[[Vector], Vector]] = {}
 
-    def _through(self, name: str) -> PchipInterpolator:
+    def _through(self, name: str) -> Callable[[Vector], Vector]:
         if name not in self._logs:
             logs = np.log(np.maximum([p.percentile_ms(name) for p in self.points], 1e-6))
             if self.anchors:
                 exact = np.log(np.maximum([p.percentile_ms(name) for p in self.anchors], 1e-6))
                 at = [p.rate for p in self.anchors]
                 logs += np.interp(self.rates, at, exact - np.interp(at, self.rates, logs))
-            self._logs[name] = PchipInterpolator(self.rates, logs, extrapolate=False)
+            self._logs[name] = monotone(self.rates, logs)
         return self._logs[name]
 
     def values_ms(self, name: str, rates: Vector) -> Vector:
@@ -541,7 +553,7 @@ class Curve:
         """Return the rate with the largest ratio of rate to mean E2E (Kleinrock 1979)."""
         logs = np.log([p.latencies["e2e"].mean() for p in self.points])
         rates = np.linspace(self.rates[0], self.rates[-1], 1000)
-        power = np.log(rates) - PchipInterpolator(self.rates, logs)(rates)
+        power = np.log(rates) - monotone(self.rates, logs)(rates)
         return float(rates[int(np.argmax(power))])
 
 

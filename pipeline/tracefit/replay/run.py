@@ -83,7 +83,7 @@ def replay(
     ]
     # With as many blocks as all requests fill, memory never runs out.
     most = sum(-(-(r.prompt + r.output) // settings.block_size) + 1 for r in requests)
-    engine = ReplayEngine(times, settings, most, rules)
+    engine = ReplayEngine(times, settings, most, rules, shares_prefixes=bool(np.any(prefix)))
     for at in np.flatnonzero(done).tolist():
         engine.resume(requests[at], int(done[at]))
     order = np.argsort(queued, kind="stable")

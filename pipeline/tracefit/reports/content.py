@@ -178,15 +178,20 @@ def build_report(
             f"Deployment `{one.label.name}`",
             f"**{lead(one.deployment)}**",
             *_deployment(one),
-            # The first one is open: a page of headings alone would say nothing.
-            folded=k > 0,
         )
-        for k, one in enumerate(deployments)
+        for one in deployments
     ]
+    # The first one is open: a page of headings alone would say nothing.
+    sections = [replace(one, folded=k > 0, is_choice=True) for k, one in enumerate(sections)]
     exactness = least_exact([(one.label.name, one.deployment) for one in deployments])
     titles = list(dict.fromkeys(_title(one) for one in deployments))
     title = " and ".join(titles) if len(titles) < 3 else f"{titles[0]} and {len(titles) - 1} more models"
-    return Report(title, exactness, (_overview(deployments), *sections, *data), subject)
+    return Report(
+        title,
+        exactness,
+        (replace(_overview(deployments), leads_to=tuple(sections)), *sections, *data),
+        subject,
+    )
 
 
 def _title(one: DeploymentParts) -> str:

@@ -33,11 +33,13 @@ class Table:
         head: Names of the columns.
         rows: The cells.
         folded: A title under which a page folds the table away; null for a table most readers need.
+        leads_to: The section that each row is about, to which a page links its first cell; empty for most tables.
     """
 
     head: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     folded: str | None = None
+    leads_to: tuple[Section, ...] = ()
 
     def numeric(self) -> tuple[bool, ...]:
         """Return for each column whether all its cells are numbers, which are aligned to the right."""
@@ -117,11 +119,12 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """Parts under a heading; a page shows a folded one closed."""
+    """Parts under a heading; a page shows a folded one closed, and of the choices only one open at a time."""
 
     title: str
     parts: tuple[ReportPart, ...]
     folded: bool = False
+    is_choice: bool = False
 
 
 ReportPart: TypeAlias = "str | Bullets | ShellLines | Table | Verdicts | Figure | Section"

@@ -85,8 +85,7 @@ def ingest_plan_text(plan: traces.IngestPlan) -> str:
 
 def train_text(result: models.TrainResult) -> str:
     """Return the models' errors deployment by deployment, and the written files."""
-    lines = [*_deployments(result), *(_wrapped(f"not fitted: {text}", "  ") for text in result.not_fitted)]
-    return "\n".join([*lines, *_written(result.files)])
+    return "\n".join([*_deployments(result), *_written(result.files)])
 
 
 def _written(files: Sequence[Path]) -> list[str]:
@@ -118,7 +117,8 @@ def _deployments(result: models.TrainResult) -> list[str]:
     runs = {s.deployment_id: s.runs for s in result.deployments}
     head = ("model", "median error", "P90", "MAE us", "baseline us", "held out")
     lines: list[str] = []
-    for deployment_id in dict.fromkeys([*labels, *(m.deployment_id for m in result.fitted)]):
+    known = [m.deployment_id for m in result.fitted] + [m.deployment_id for m in result.not_fitted]
+    for deployment_id in dict.fromkeys([*labels, *known]):
         label = labels.get(deployment_id, DeploymentLabel(deployment_id))
         lines.append(f"deployment {label.name}")
         if label.detail:
@@ -140,6 +140,7 @@ def _deployments(result: models.TrainResult) -> list[str]:
                 use
             )
         lines += [_noted(f"{', '.join(same)}: {verdict}") for verdict, same in uses.items()]
+        lines += [_noted(f"not fitted: {m}") for m in result.not_fitted if m.deployment_id == deployment_id]
         lines.append("")
     return lines
 

@@ -77,6 +77,19 @@ class LatencySummary:
 
 
 @dataclass(frozen=True, slots=True)
+class MissingModels:
+    """Models of a deployment that were not fitted for the same reason, and what gives them."""
+
+    deployment_id: str
+    models: tuple[str, ...]
+    reason: str
+    remedy: str | None = None
+
+    def __str__(self) -> str:
+        return f"{', '.join(self.models)}: {self.reason}" + (f"; {self.remedy}" if self.remedy else "")
+
+
+@dataclass(frozen=True, slots=True)
 class TrainResult(Shown):
     """The models' folder, and their errors."""
 
@@ -86,7 +99,7 @@ class TrainResult(Shown):
     evaluation: Path
     report: Path
     fitted: tuple[ModelSummary, ...]
-    not_fitted: tuple[str, ...] = ()
+    not_fitted: tuple[MissingModels, ...] = ()
     served: tuple[RequestGroup, ...] = ()
     """Latencies, requests and tokens of the servers in each run."""
     replays: tuple[RunReplay, ...] = ()

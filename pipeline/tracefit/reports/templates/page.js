@@ -125,8 +125,12 @@
   function unfold() {
     const target = location.hash && document.getElementById(decodeURIComponent(location.hash.slice(1)));
     const section = target && target.closest("details");
-    if (section) { section.open = true; target.scrollIntoView(); }
+    if (section) { section.open = true; foldOthers(section); target.scrollIntoView(); }
   }
+  // Of the deployments one is open at a time: they are long, and look alike.
+  const choices = [...document.querySelectorAll(".choice")];
+  const foldOthers = (chosen) => { if (choices.includes(chosen)) choices.forEach((one) => { if (one !== chosen) one.open = false; }); };
+  choices.forEach((one) => one.querySelector("summary").addEventListener("click", () => foldOthers(one)));
   addEventListener("hashchange", unfold);
   unfold();
 })();

@@ -1,0 +1,66 @@
+"""Times of steps in which requests only decode, from a table: a replay asks for them a hundred times as often as they are new."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from tracefit.replay.engine import StepBatch, StepTimeModel
+    from tracefit.statistics import Vector
+
+SPACING = 16.0
+"""Tokens of context per request between two entries of a table."""
+
+MOST_OFF = 5e-3
+"""Largest relative error of a table half-way between two entries; a model that bends or jumps more is computed step by step."""
+
+_FEWEST = 128
+
+
+@dataclass(frozen=True, slots=True)
+class TabledDecoding:
+    """A model of step times that is read from tables where requests only decode: one per number of requests, over their context.
+
+    Between two entries times are interpolated. A time that is a line of the context is exact, as is that of the roofline on
+    each side of its bend.
+
+    Attributes:
+        exact: The model.
+        reads_waiting: Whether the model depends on the requests that wait: then there are tables for each number of these.
+    """
+
+    exact: StepTimeModel
+    reads_waiting: bool = False
+    _tables: dict[tuple[int, int], Vector | None] = field(default_factory=dict)
+
+    def step(self, batch: StepBatch) -> float:
+        """Return the time of one step in us."""
+        return self.exact.step(batch)
+
+    def decoding(self, batch: StepBatch, steps: int, growth: float) -> Vector:
+        """Return the times of consecutive steps in which the same requests decode, in us; shape (steps,)."""
+        per_entry = SPACING * batch.decode_reqs
+        at = (batch.context_tokens + growth * np.arange(steps)) / per_entry
+        table = self._table(batch, float(at[-1]))
+        if table is None:
+            return self.exact.decoding(batch, steps, growth)
+        return np.asarray(np.interp(at, np.arange(len(table)), table))
+
+    def _table(self, batch: StepBatch, last: float) -> Vector | None:
+        """Return times at contexts of 0, `SPACING`, ... tokens per request, up to entry `last`; null where they may be wrong."""
+        key = batch.decode_reqs, batch.waiting if self.reads_waiting else 0
+        table = self._tables.get(key, _EMPTY)
+        if table is not None and len(table) <= last + 1:
+            entries = max(_FEWEST, 2 * int(last) + 2)
+            half = SPACING * batch.decode_reqs / 2
+            finer = self.exact.decoding(batch._replace(context_tokens=0.0), 2 * entries - 1, half)
+            table, middle = np.array(finer[::2]), (finer[:-1:2] + finer[2::2]) / 2
+            is_exact = np.abs(middle - finer[1::2]) <= MOST_OFF * finer[1::2]
+            self._tables[key] = table = table if is_exact.all() else None
+        return table
+
+
+_EMPTY = np.zeros(0)
