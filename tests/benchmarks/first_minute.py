@@ -39,7 +39,11 @@ def measure(tree: Path, arguments: list[str]) -> tuple[float, float]:
         if not child:
             # In a child of its own, so that the peak is that of this command only.
             done = subprocess.run(
-                [*program, *arguments, *out], cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, check=False
+                [*program, *arguments, *out],
+                cwd=ROOT,
+                env=environment,
+                stdout=subprocess.DEVNULL,
+                check=False,
             )
             used = resource.getrusage(resource.RUSAGE_CHILDREN)
             text = f"{used.ru_utime + used.ru_stime} {used.ru_maxrss / 1024} {done.returncode}"
