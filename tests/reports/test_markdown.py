@@ -24,7 +24,7 @@ def report(trained):
     def write(change=lambda _: None):
         evaluation = json.loads((trained / "evaluation.json").read_text())
         change(evaluation)
-        return markdown_text(report_of(Evaluation.model_validate(evaluation), alpha, beta, store))
+        return markdown_text(report_of(Evaluation.model_validate(evaluation), alpha, beta, store).report)
 
     return write
 

@@ -127,14 +127,14 @@ def test_waits_of_microseconds_are_no_facts_for_a_decision(trained):
     poor = replace(one.models["alpha.queue_wait"], skill=-0.1)
     assert poor.is_negligible
     worse = one.model_copy(update={"models": {**one.models, "alpha.queue_wait": poor}})
-    made = report_of(evaluation.model_copy(update={"deployments": (worse,)}), *files, None)
+    made = report_of(evaluation.model_copy(update={"deployments": (worse,)}), *files, None).report
     assert not [
         part for part in made.parts if isinstance(part, str) and "worse than the training median" in part
     ]
     assert "worse than the training median" not in markdown_text(made)
     long = replace(poor, holdout=replace(poor.holdout, mae=9_000.0))
     felt = one.model_copy(update={"models": {**one.models, "alpha.queue_wait": long}})
-    made = report_of(evaluation.model_copy(update={"deployments": (felt,)}), *files, None)
+    made = report_of(evaluation.model_copy(update={"deployments": (felt,)}), *files, None).report
     assert (
         "`alpha.queue_wait` is worse than the training median"
         in markdown_text(made).split("Errors on the hold-out")[1]
@@ -268,7 +268,7 @@ def test_a_page_of_many_deployments_stays_small(trained):
     store = TableStore(trained / "tables")
 
     def page_below(size):
-        return html_page(report_of(evaluation, alpha, beta, store, page_bytes=size))
+        return html_page(report_of(evaluation, alpha, beta, store, page_bytes=size).report)
 
     full = page_below(6_000_000)
     thinned = page_below(len(full.encode()) - 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import polars as pl
 
@@ -102,17 +102,23 @@ def report(
     # A terminal shows no marks of Markdown, and a program has no use for them.
     uses = {s.deployment_id: verdicts(s).uses for s in evaluation.deployments}
     reasons = {deployment: {v.use: plain(v.sentence) for v in of} for deployment, of in uses.items()}
-    return ReportResult(tuple(texts), evaluation.answers, reasons, plain(made.lead))
+    return ReportResult(tuple(texts), evaluation.answers, reasons, plain(made.report.lead))
 
 
-def report_texts(made: Report, folder: Path, progress: Progress) -> dict[Path, str]:
+class DrawnReport(NamedTuple):
+    """A report, and the page that shows it; null where the libraries that the page needs are not installed."""
+
+    report: Report
+    page: str | None
+
+
+def report_texts(made: DrawnReport, folder: Path, progress: Progress) -> dict[Path, str]:
     """Return the files of a report and their content; the page only where its libraries are installed."""
-    texts = {folder / name: text for name, text in markdown_files(made).items()}
-    page = _page(made)
-    if page is None:
+    texts = {folder / name: text for name, text in markdown_files(made.report).items()}
+    if made.page is None:
         progress.warn(NO_PAGE)
         return texts
-    return texts | {folder / "report.html": page}
+    return texts | {folder / "report.html": made.page}
 
 
 def _page(made: Report) -> str | None:
@@ -133,7 +139,7 @@ def report_of(
     slo_ms: Mapping[str, float] = MappingProxyType({}),
     page_bytes: int = MAX_PAGE_BYTES,
     progress: Progress | None = None,
-) -> Report:
+) -> DrawnReport:
     """Build the report of published files, with figures of rows where there are tables.
 
     With many deployments fewer points are drawn, and figures of the last deployments are left out, so that the page stays within
@@ -160,7 +166,7 @@ def report_of(
         for text in dict.fromkeys(text for one in figures.values() for text in one.failed):
             progress.warn(f"the report: {text}")
         _warn_of_other_frames(evaluation, models, figures, progress)
-    return made
+    return DrawnReport(made, page)
 
 
 def _warn_of_other_frames(

@@ -91,6 +91,7 @@ class FitOptions:
         fill_unknown: The training median stands in for a feature that a held-out row lacks; if not, the row is left out.
         eval_filter: Held-out rows to measure the error on, when there are enough of them; all rows if not given.
         reference: Fit the gradient-boosted reference.
+        learning_curve: Fit the model on fewer rows too.
         signs: Which coefficients cannot be negative.
         penalties: Penalties and strengths to choose from, in order of preference.
         relative: Minimise errors in proportion to the target.
@@ -102,6 +103,7 @@ class FitOptions:
     eval_filter: pl.Expr | None = None
     label: pl.Expr | None = None
     reference: bool = True
+    learning_curve: bool = True
     signs: Signs = ANY_SIGN
     penalties: tuple[tuple[Penalty, float], ...] = PENALTIES
     relative: bool = False

@@ -94,7 +94,7 @@ def fit_regimes(
         rows_holdout=evaluated.height,
         validation=replace(
             validate(fitted, used, evaluated, options),
-            learning_curve=learning_curve(fitted, designs, evaluated),
+            learning_curve=learning_curve(fitted, designs, evaluated) if options.learning_curve else (),
             held_out_equations=equation_errors(fitted, holdout),
         ),
         rows=rows,
