@@ -21,7 +21,7 @@ from tracefit.models.evaluate import CompiledModel, middles
 from tracefit.models.formulas import Formulas
 from tracefit.models.predict import PredictedDuration, in_lines, predict_row
 from tracefit.models.schema import STEP_MODELS, LinearModel, terms_of
-from tracefit.models.targets import is_step_model
+from tracefit.models.targets import STEP_TARGETS, is_step_model
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from tracefit.models.schema import DeploymentFacts, Model, NotFitted, RequestRange, Workload
 
 MAX_NAME_SHOWN = 64
+
+_OF_SPANS = {target.definition for target in STEP_TARGETS}
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,11 +129,12 @@ class DeploymentModels:
 
     @cached_property
     def usual_kv_usage(self) -> float | None:
-        """KV usage of a described step, where no step that the model was trained on has its context, and the KV blocks are unknown."""
+        """KV usage of a described step, where a recording stated the steps without their context, and the KV blocks are unknown."""
         model = self.step_model
+        is_recorded = model.target is not None and model.target.definition not in _OF_SPANS
         left_out = model.features_left_out if isinstance(model, LinearModel) else ()
         lacks_context = any(each.feature == "context_tokens" and not each.training_range for each in left_out)
-        if self.server["num_gpu_blocks"] or not lacks_context:
+        if self.server["num_gpu_blocks"] or not (is_recorded and lacks_context):
             return None
         return middles(terms_of(model)).get("kv_usage_ratio")
 

@@ -151,7 +151,7 @@ def evaluated(compiled: CompiledModel, frame: pl.DataFrame, also: Amounts | None
         UsageError: A column is missing or not of numbers.
     """
     given = {**amounts_of(frame, compiled.looked_at), **(also or {})}
-    compiled.require(compiled.features, given)
+    compiled.require(compiled.features, {*frame.columns, *given})
     with np.errstate(all="ignore"):
         return compiled.evaluate(given)
 

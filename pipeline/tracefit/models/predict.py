@@ -219,18 +219,12 @@ def group_of(compiled: CompiledModel, found: Evaluated) -> str | None:
 
 
 def require_amount(compiled: CompiledModel, found: Evaluated, given: Mapping[str, float | None]) -> None:
-    """Refuse one row that has no prediction, or many that lack a column.
+    """Refuse one row that has no prediction.
 
     Raises:
         UsageError: No regime's condition holds, a feature is unknown, or a formula or the sum is not finite.
     """
     model = compiled.model
-    names = [t.feature for _, form in found.forms for t in form.terms]
-    if not isinstance(found.amount, float):
-        # A null in a row gives it no prediction; a column that is not there is an error.
-        if lacking := compiled.formulas.missing([n for n in names if n not in found.values], given):
-            raise compiled.lacks(lacking, given)
-        return
     if not math.isnan(found.amount):
         return
     if found.index < 0:

@@ -160,6 +160,7 @@ class RequestComposer:
         is_cut = limit is not None and models.setting("enable_chunked_prefill") is not False
         budget = largest((limit or 0.0) - others, 1.0) if is_cut else math.inf
         self.models, self.features = models, features
+        self._is_one = isinstance(inputs["prompt_tokens"], float)
         self.inputs: dict[str, Amount] = {**inputs, "others": others, "budget": budget}
         self.traffic = {
             name: filled(value, 0.0)
@@ -205,7 +206,7 @@ class RequestComposer:
         """Add up the steps of the prompt, in chunks of the token budget that running requests leave."""
         inputs = self.inputs
         left = inputs["prompt_tokens"] - inputs["cached"]
-        if isinstance(left, float):
+        if self._is_one:
             self.prefill_steps = max(math.ceil(left / inputs["budget"]), 1)
             if self.prefill_steps > MAX_PREFILL_STEPS_OF_ONE:
                 raise UsageError(
@@ -275,7 +276,11 @@ class RequestComposer:
         if only is None:
             compiled.require(compiled.compared, given)
         found = compiled.evaluate(given, stand_in=only is None, only=only)
-        require_amount(compiled, found, given)
+        if self._is_one:
+            require_amount(compiled, found, given)
+        else:  # a null in a row gives it no prediction; a column that is not there is an error
+            names = (t.feature for _, form in found.forms for t in form.terms)
+            compiled.require([n for n in names if n not in found.values], given)
         if noted:
             self.assumed += assumed(found)
             self.outside += outside_training(compiled, found)
