@@ -77,7 +77,7 @@ def power(base: Amount, exponent: Amount) -> Amount:
     import numpy as np
 
     # Adding 0 turns -0.0 into 0.0, whose negative power would be infinite with the other sign.
-    value = np.power(np.add(base, 0.0), exponent)
+    value = np.float_power(np.add(base, 0.0), exponent)  # `power` takes a root of minus infinity for unknown
     return np.where(is_known(base) & is_known(exponent), value, math.nan)
 
 
