@@ -19,7 +19,7 @@ from tracefit.models.targets import TARGETS
 from tracefit.tables.schema import REQUESTS, TIMELINE
 
 ROOT = Path(__file__).parents[1]
-TEXT = (ROOT / "CONTRIBUTING.md").read_text()
+TEXT = "\n".join((ROOT / page).read_text() for page in ("CONTRIBUTING.md", "docs/maintaining.md"))
 PACKAGE = ROOT / "pipeline/tracefit"
 ROOMS = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
 
