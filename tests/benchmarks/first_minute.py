@@ -3,7 +3,7 @@
     git worktree add build/before 21de2b08
     python tests/benchmarks/first_minute.py build/before [--rounds 3] [--only help fast]
 
-Prints the median CPU seconds of both versions, user and system, their ratio, and the peak memory of both in MB. What else runs on the machine
+Prints the median CPU seconds of both versions, user and system, their ratio, and the peak memory of both in MB. Other work on the machine
 makes both slower: only the ratio counts.
 """
 

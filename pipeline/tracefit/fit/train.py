@@ -191,6 +191,8 @@ def _fit_one(
         return replace(fitted, features_left_out=(*left, *misleading, *fitted.features_left_out)), design
     model = estimator(choice, options.signs, data.columns)
     rows = model.fit_rows(data.x, data.y, data.weights, data.start)
+    # Fits of some of these rows, for intervals and the learning curve, start from here.
+    data = replace(data, start=rows.huber)
     intercept_ci, intervals = confidence_intervals(data.x, data.y, model, rows, data.blocks())
     bounds, _ = bounds_of(model.positive, len(data.columns))
     penalized = f"set to zero by the {_SPELLED[choice.penalty]}"
