@@ -116,8 +116,10 @@ models: $(READY) ## write models/, fixtures/models/, the tables of results and R
 	$(BIN)/python tests/scripts/make_result_tables.py docs/explanation/results.md models/evaluation.json models/logged/evaluation.json fixtures/models/evaluation.json
 	$(BIN)/python tests/scripts/make_readme.py
 
-screenshot: models ## take the README's picture of the report anew (needs Chromium)
-	chromium --headless --no-sandbox --disable-gpu --hide-scrollbars --virtual-time-budget=5000 --window-size=1280,1100 --screenshot=docs/report.png file://$(CURDIR)/build/models/report.html
+screenshot: $(READY) ## take the README's picture of the report anew (needs Chromium)
+	rm -rf build/screenshot
+	$(BIN)/tracefit run fixtures/runs/cpu-overload --out build/screenshot --quiet
+	chromium --headless --no-sandbox --disable-gpu --hide-scrollbars --virtual-time-budget=5000 --window-size=1280,1280 --screenshot=docs/report.png file://$(CURDIR)/build/screenshot/report.html
 
 docs: $(READY) ## write the generated pages of docs/reference/ anew: command line, tables, feature sets
 	$(BIN)/python tests/scripts/make_docs.py docs/reference

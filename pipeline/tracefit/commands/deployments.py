@@ -36,7 +36,7 @@ def write_timelines(store: TableStore, run_ids: Iterable[str], engine: TaskEngin
 
 
 def deployments_of(runs: pl.DataFrame, where: str) -> list[tuple[Deployment, list[str]]]:
-    """Group the runs by deployment, in the order of deployment ids."""
+    """Group the runs by deployment, in the order of the names of their first runs."""
     deployments: dict[str, dict[Deployment, None]] = {}
     members: dict[str, list[str]] = {}
     # The table has a row per server; the settings are those of the run.
@@ -51,7 +51,8 @@ def deployments_of(runs: pl.DataFrame, where: str) -> list[tuple[Deployment, lis
         deployment = read[server]
         deployments.setdefault(deployment.deployment_id, {})[deployment] = None
         members.setdefault(deployment.deployment_id, []).append(run_id)
-    return [(together([*deployments[i]]), members[i]) for i in sorted(deployments)]
+    order = sorted(deployments, key=lambda one: (min(members[one]), one))
+    return [(together([*deployments[i]]), members[i]) for i in order]
 
 
 def load_deployment(store: TableStore, run_ids: Sequence[str]) -> DeploymentTables:
