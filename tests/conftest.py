@@ -5,6 +5,7 @@ Independent of the project's own generator: what a test expects of a trace can b
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import json
 import os
@@ -22,6 +23,7 @@ os.environ["POLARS_MAX_THREADS"] = os.environ.get("POLARS_MAX_THREADS", "1")
 import numpy as np
 import polars as pl
 import pytest
+from _pytest.runner import runtestprotocol
 from hypothesis import HealthCheck, Phase, settings
 
 from containers import to_protobuf
@@ -54,6 +56,9 @@ RUN_CONFIG = (
     "model: meta-llama/Llama-2-7b-hf\ntensor_parallelism: 1\nmax_num_seqs: 64\nmax_num_batched_tokens: 2048\n"
 )
 
+QUICK_CPU_S = 3.0
+"""A test that takes longer is named at the end of a run unless it is marked slow."""
+
 # `quick` is what `make test` runs, `full` what `make test-all` and CI run. The examples of `whole-files` make and read
 # files: they are not shrunk, for a smaller example is not worth the minutes that takes.
 _WHOLE_FILES = settings(
@@ -69,6 +74,72 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.register_profile("whole-files", _WHOLE_FILES, max_examples=6 if quick else 20)
     if not config.getoption("hypothesis_profile", None):
         settings.load_profile("quick" if quick else "full")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark all but every n-th case of a test as slow where it is marked `mostly_slow(every=n)`; likewise those of a campaign."""
+    for mark in ("slow", "campaign"):
+        cases: dict[str, int] = {}
+        for item in items:
+            if marker := item.get_closest_marker(f"mostly_{mark}"):
+                test = item.nodeid.partition("[")[0]
+                cases[test] = cases.get(test, -1) + 1
+                if cases[test] % marker.kwargs["every"]:
+                    item.add_marker(mark)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
+    """Run a test that is marked `flaky(reason=...)` a second time if it fails, and say so in its reports."""
+    marker = item.get_closest_marker("flaky")
+    if marker is None:
+        return None
+    item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+    reports = runtestprotocol(item, nextitem=nextitem, log=False)
+    if any(report.failed for report in reports):
+        item.session._setupstate.teardown_exact(None)  # fixtures too: a server that did not start is one
+        reports = runtestprotocol(item, nextitem=nextitem, log=False)
+        for report in reports:
+            report.user_properties.append(("retried", marker.kwargs["reason"]))
+    for report in reports:
+        item.ihook.pytest_runtest_logreport(report=report)
+    item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+    return True
+
+
+def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str] | None:
+    """Count a test that passed the second time in the closing line as retried, not as passed."""
+    retried = any(name == "retried" for name, _ in getattr(report, "user_properties", ()))
+    return ("retried", "R", "RETRIED") if retried and report.when == "call" and report.passed else None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Any:
+    """Note a test that takes long and is not marked as slow; processor time does not depend on what else the machine does."""
+    began = _cpu_s()
+    try:
+        return (yield)
+    finally:
+        took = _cpu_s() - began
+        if took > QUICK_CPU_S and item.get_closest_marker("slow") is None:
+            item.user_properties.append(("cpu_s", took))
+
+
+def _cpu_s() -> float:
+    """Return the processor time of this process and of those that it waited for."""
+    return sum(os.times()[:4])
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Name the tests that passed the second time, with the reasons of their marks, and the quick ones that are not quick."""
+    for report in terminalreporter.getreports("retried"):
+        terminalreporter.write_line(f"retried: {report.nodeid}: {dict(report.user_properties)['retried']}")
+    for report in terminalreporter.getreports("passed"):
+        if took := dict(report.user_properties).get("cpu_s"):
+            terminalreporter.write_line(
+                f"{took:.1f} s of processor time, more than {QUICK_CPU_S:.0f}, and not marked slow: {report.nodeid}"
+            )
 
 
 def _value(value: object) -> dict[str, object]:
@@ -418,11 +489,28 @@ def quick() -> TrainOptions:
 
 
 @pytest.fixture(scope="session")
-def trained(tmp_path_factory) -> Path:
+def once(tmp_path_factory):
+    """Return a function that fills the folder of a name, once for all workers of a run; tests only read it."""
+    folder = tmp_path_factory.getbasetemp()
+    shared = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "shared"
+
+    def filled(name, fill):
+        root = shared / name
+        root.mkdir(parents=True, exist_ok=True)
+        with (shared / f"{name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # the other workers wait
+            if not (shared / f"{name}.done").exists():
+                fill(root)
+                (shared / f"{name}.done").touch()
+        return root
+
+    return filled
+
+
+@pytest.fixture(scope="session")
+def trained(once) -> Path:
     """Return what the main job leaves of one busy run: tables, models, evaluation, report."""
-    root = tmp_path_factory.mktemp("trained")
-    run([Traces().load().write(root / "busy")], root / "out")
-    return root / "out"
+    return once("trained", lambda root: run([Traces().load().write(root / "busy")], root / "out")) / "out"
 
 
 CONFIGS = Path(__file__).parent / "server" / "configs"

@@ -76,6 +76,7 @@ def test_tables_are_one_call_away(trained, tmp_path):
         tracefit.scan(tmp_path / "nowhere", "requests")
 
 
+@pytest.mark.slow
 def test_a_result_has_the_tables_of_its_own_runs(trained, new_traces, tmp_path):
     """Not those of earlier runs in the same folder."""
     for name, requests in (("one", 3), ("two", 5)):
@@ -115,6 +116,7 @@ def test_texts_name_options_as_their_reader_does():
     assert flag_of(IngestOptions, "max_document_mib") == "--max-document", "a file has any reader"
 
 
+@pytest.mark.slow
 def test_a_worker_names_options_as_its_parent_does():
     one = Job(partial(named, IngestOptions), "max_rejects", "options", None)
     for flags, name in ((False, "`IngestOptions.max_rejects`"), (True, "--max-rejects")):
@@ -160,6 +162,7 @@ FRAMES = {
 """Kind of rows to how they are made, and the library that their predictions come back in."""
 
 
+@pytest.mark.mostly_slow(every=5)
 @pytest.mark.parametrize("kind", FRAMES)
 def test_rows_of_any_frame_are_predicted(trained, kind):
     models = tracefit.Models.load(trained)
@@ -248,6 +251,7 @@ def test_what_is_no_rows_is_refused_in_one_line(trained, rows):
         tracefit.Models.load(trained).predict_step(rows)
 
 
+@pytest.mark.slow
 def test_server_settings_have_the_names_of_the_command_line(trained, tmp_path, traces):
     folder = traces.load(steps=30, requests=10).write(tmp_path / "run")
     server = tracefit.ServerOptions(settings={"max_num_seqs": 17, "tp": 2})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import random
 import shutil
 import subprocess
@@ -403,11 +404,16 @@ def _mutated(document):
             holder.insert(key, before)
 
 
+MORE = float(os.environ.get("CHANGED_SHARE", "0.1"))
+"""Part of all changes that the slow test tries; `make fuzz` tries every one."""
+
+
 @pytest.mark.parametrize(
-    "share", [pytest.param(0.05, id="some"), pytest.param(0.4, id="more", marks=pytest.mark.slow)]
+    ("share", "at_least"),
+    [pytest.param(0.015, 10, id="some"), pytest.param(MORE, 50, id="more", marks=pytest.mark.slow)],
 )
 @pytest.mark.parametrize("form", ["linear", "regimes", "boundary"])
-def test_a_changed_file_is_refused_by_both_or_predicts_the_same(tmp_path, form, share):
+def test_a_changed_file_is_refused_by_both_or_predicts_the_same(tmp_path, form, share, at_least):
     document, path, rng = _document(form), tmp_path / "file.json", random.Random(1)
     model_name = document["models"][0]["name"]
     path.write_text(json.dumps(document))
@@ -430,7 +436,7 @@ def test_a_changed_file_is_refused_by_both_or_predicts_the_same(tmp_path, form, 
         assert _outcome(lambda plain=plain: evaluator.predict(plain, features)) == wanted, change
         outcomes["same"] += 1
     assert document == _document(form)
-    assert min(outcomes.values()) > 50
+    assert min(outcomes.values()) > at_least
 
 
 def _without_terms(model):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import doctest
 import inspect
 
+import pytest
+
 import tracefit
 from tracefit.synth import SynthOptions, synth, write_run
 
@@ -17,13 +19,22 @@ PUBLIC = {
 }
 
 
+def _example(name):
+    (example,) = doctest.DocTestFinder(recurse=False).find(PUBLIC[name], name, globs={})
+    return example
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_every_public_function_has_an_example(name):
+    assert _example(name).examples
+
+
+@pytest.mark.slow
 def test_examples_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_run(synth(SynthOptions(name="busy", requests=100, seed=3)), tmp_path / "runs")
-    finder, failures = doctest.DocTestFinder(recurse=False), []
+    failures = []
     runner = doctest.DocTestRunner(verbose=False)
-    for name, function in PUBLIC.items():
-        (example,) = finder.find(function, name, globs={})
-        assert example.examples, f"{name} has no example"
-        runner.run(example, out=failures.append)
+    for name in PUBLIC:
+        runner.run(_example(name), out=failures.append)
     assert not failures, "".join(failures)

@@ -6,6 +6,7 @@ import ast
 import re
 import sys
 import tomllib
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -147,6 +148,7 @@ BROUGHT = {"threadpoolctl": "scikit-learn", "pydantic_core": "pydantic", "markup
 """Modules that a requirement always brings."""
 
 
+@cache
 def _imported(*left_out):
     """Return the third-party modules that the package imports, outside some of its rooms."""
     package = ROOT / "pipeline/tracefit"

@@ -53,10 +53,16 @@ MODULES = {
 
 
 @cache
+def _nodes(path):
+    """Return every node of a module's syntax."""
+    return tuple(ast.walk(ast.parse(path.read_text())))
+
+
+@cache
 def _imported(module):
     """Return the modules of the package that a module imports."""
     names = set()
-    for node in ast.walk(ast.parse(MODULES[module].read_text())):
+    for node in _nodes(MODULES[module]):
         if isinstance(node, ast.ImportFrom) and node.module and not node.level:
             names |= {f"{node.module}.{alias.name}" for alias in node.names} | {node.module}
         elif isinstance(node, ast.Import):
@@ -114,7 +120,7 @@ def test_no_private_names_of_libraries_are_imported():
     imported = {
         f"{path.name}: {node.module}.{alias.name}"
         for path in MODULES.values()
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in _nodes(path)
         if isinstance(node, ast.ImportFrom)
         and node.module
         and not node.module.startswith(("tracefit", "__future__"))
@@ -334,7 +340,7 @@ def _touches_files(call):
 
 
 def test_files_are_read_and_written_in_few_modules():
-    nodes = ((path, node) for path in MODULES.values() for node in ast.walk(ast.parse(path.read_text())))
+    nodes = ((path, node) for path in MODULES.values() for node in _nodes(path))
     found = {
         path.relative_to(PACKAGE).as_posix()
         for path, node in nodes
@@ -345,7 +351,7 @@ def test_files_are_read_and_written_in_few_modules():
     imported = {
         (module, node.module)
         for module, path in MODULES.items()
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in _nodes(path)
         if isinstance(node, ast.ImportFrom) and node.module in ("os", "shutil", "tempfile")
     }
     assert imported == set()

@@ -27,6 +27,7 @@ def same(bucket, trained, tracefit):
     return compare
 
 
+@pytest.mark.mostly_slow(every=6)
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -52,6 +53,7 @@ def test_models_are_verified(same):
     assert "confirmed" in said
 
 
+@pytest.mark.slow
 def test_a_report_is_drawn_in_the_bucket(same, bucket):
     before = {name: bucket.objects.pop(f"out/{name}")[0] for name in ("report.md", "report.html")}
     code, _, _ = same("report", OUT)
@@ -83,6 +85,7 @@ def _undated(name, content):
     return json.loads(content)["models"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments",
     [

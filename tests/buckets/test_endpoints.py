@@ -41,6 +41,7 @@ def objects_read(bucket):
     return [key for method, key in bucket.asked if method == "GET" and key]
 
 
+@pytest.mark.mostly_slow(every=3)
 @pytest.mark.parametrize(("path", "run_id"), [("", "run"), ("/traces.json", "traces"), ("/*.json", "traces")])
 def test_one_name_at_two_endpoints_is_two_runs(sites, ingested, path, run_id):
     (here, first), (there, second) = sites
@@ -56,6 +57,7 @@ def test_one_name_at_two_endpoints_is_two_runs(sites, ingested, path, run_id):
         assert objects_read(bucket) == before
 
 
+@pytest.mark.slow
 def test_two_endpoints_in_one_command_are_two_runs(sites, ingested):
     (_, first), (_, second) = sites
     urls = [f"{RUN}/traces.json?endpoint_override={endpoint}" for endpoint in (first, second)]
@@ -67,6 +69,7 @@ def test_two_endpoints_in_one_command_are_two_runs(sites, ingested):
     assert ingested(second, f"{RUN}/traces.json")[:2] == (["run-2"], stored)
 
 
+@pytest.mark.slow
 def test_tables_are_written_where_the_variable_of_s3_says(serve, bucket, tmp_path, traces, monkeypatch):
     other, endpoint = serve()
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", endpoint)

@@ -69,6 +69,7 @@ def test_parts_larger_than_one_request_are_whole_too(bucket, tmp_path):
     assert (tmp_path / "copy").read_bytes() == data
 
 
+@pytest.mark.slow
 def test_an_answer_that_is_lost_is_no_other_writer(bucket, run):
     """The manifest is replaced, and the connection ends before the answer."""
     lost = iter(["lost"])
@@ -149,6 +150,7 @@ def test_an_endpoint_where_nobody_answers_is_one_line(bucket, tracefit, run, mon
     assert "AWS_ENDPOINT_URL in the environment" in error
 
 
+@pytest.mark.mostly_slow(every=2)
 @pytest.mark.parametrize("name", ["manifest.json", ".parquet"])
 def test_a_bucket_that_may_only_be_read_stays_as_it_is(bucket, run, new_traces, tmp_path, name):
     ingest([new_traces().request(1, 0, step=1).write(tmp_path / "first")], TABLES)

@@ -8,7 +8,12 @@ from tracefit import EngineChoice, TrainOptions, ingest, train
 
 pytest.importorskip("ray", reason="Ray is not installed: `make test-ray` installs it beside")
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.slow,
+    pytest.mark.flaky(reason="a node of Ray has 30 s to start, a fixed limit, which a busy machine passes"),
+    pytest.mark.filterwarnings("ignore"),
+]
 
 HERE = EngineChoice("ray")
 

@@ -38,6 +38,7 @@ def small(tmp_path, new_traces):
     return make
 
 
+@pytest.mark.slow
 def test_a_bucket_has_the_parts_of_a_folder_and_nothing_else(tmp_path, bucket, run):
     remote, local = ingest([run], TABLES), ingest([run], tmp_path / "tables")
     assert (str(remote.tables), remote.runs) == (TABLES, local.runs)
@@ -52,6 +53,7 @@ def test_a_bucket_has_the_parts_of_a_folder_and_nothing_else(tmp_path, bucket, r
     assert set(TableStore(TABLES).read("steps", columns=["step_id"]).columns) == {"step_id"}
 
 
+@pytest.mark.slow
 def test_many_runs_are_published_with_one_manifest(bucket, small):
     ingest([small(1), small(2), small(3)], TABLES)
     assert TableStore(TABLES).runs() == ["run1", "run2", "run3"]
@@ -69,6 +71,7 @@ def test_copies_on_disk_are_kept_while_there_is_room(tmp_path, bucket):
     assert [key for method, key in bucket.asked if method == "GET"] == ["a/tables/two"]
 
 
+@pytest.mark.slow
 def test_the_buckets_of_google_are_read_and_written_too(bucket, run):
     google = ingest([run], f"{bucket.google}/google")
     ingest([run], f"{bucket.url}/amazon")
@@ -77,6 +80,7 @@ def test_the_buckets_of_google_are_read_and_written_too(bucket, run):
     assert TableStore(google.tables).read("requests").height == 60
 
 
+@pytest.mark.slow
 def test_what_is_known_is_not_read_again(bucket, run):
     first = ingest([run], TABLES)
     before = dict(bucket.objects)
@@ -86,6 +90,7 @@ def test_what_is_known_is_not_read_again(bucket, run):
     assert not [key for method, key in bucket.asked if method == "PUT"]
 
 
+@pytest.mark.slow
 def test_a_run_that_grows_is_the_run_read_at_once(tmp_path, bucket, new_traces):
     lines = new_traces().load(steps=120, requests=60).lines()
     folder = new_traces().write(tmp_path / "run")
@@ -105,6 +110,7 @@ def test_a_run_that_grows_is_the_run_read_at_once(tmp_path, bucket, new_traces):
     assert bucket.parts("a/tables") == bucket.named("a/tables")
 
 
+@pytest.mark.slow
 def test_a_part_that_is_gone_is_made_again(bucket, run):
     ingest([run], TABLES)
     before = dict(bucket.objects)
@@ -115,6 +121,7 @@ def test_a_part_that_is_gone_is_made_again(bucket, run):
     assert bucket.objects[lost][0] == before[lost][0]
 
 
+@pytest.mark.slow
 def test_what_no_manifest_names_goes_after_a_day(bucket, small):
     ingest([small(1)], TABLES)
     left = "a/tables/.stage/0123456789abcdef0123456789abcdef/spans.arrow"
@@ -133,6 +140,7 @@ def test_what_no_manifest_names_goes_after_a_day(bucket, small):
     assert bucket.parts("a/tables") == bucket.named("a/tables")
 
 
+@pytest.mark.slow
 def test_two_writers_of_different_runs_both_count(bucket, small, monkeypatch):
     """The second one has read the manifest when the first one replaces it."""
     ingest([small(1)], TABLES)
@@ -150,6 +158,7 @@ def test_two_writers_of_different_runs_both_count(bucket, small, monkeypatch):
     assert mine.runs() == ["mine", "run1", "theirs"]
 
 
+@pytest.mark.slow
 def test_two_writers_of_one_run_are_one_and_one_line(bucket, small, monkeypatch):
     ingest([small(1, "run")], TABLES)
     first = bucket.named("a/tables")
@@ -223,6 +232,7 @@ def test_a_file_url_is_a_folder(tmp_path, small):
     assert pl.read_parquet(tmp_path / "tables" / "requests").height == 1
 
 
+@pytest.mark.mostly_slow(every=8)
 @pytest.mark.parametrize("name", ["a b", "a%2Fb", "a%20b", "a+b", "a#b", "ü-😀", "a'b\"c", "a\\b"])
 def test_odd_names_stay_as_they_are(bucket, small, name):
     bucket.copy_of(small(1), f"{name}/run")

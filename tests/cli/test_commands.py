@@ -115,6 +115,7 @@ def test_options_win_over_the_runs_files(tracefit, tmp_path, folder, quick):
     assert ".tp2." in model["deployment_id"]
 
 
+@pytest.mark.slow
 def test_a_damaged_line_is_exit_code_3_with_a_warning(tracefit, tmp_path, folder, quick):
     with (folder / "traces.json").open("a") as stream:
         stream.write('{"resourceSpans": [{"cut')

@@ -122,6 +122,7 @@ def _tables(tmp_path, new_traces, change=None, *, slower=1.0, move=None, **load)
     return tmp_path / "tables"
 
 
+@pytest.mark.slow
 def test_an_old_file_is_good_on_more_of_the_same(tracefit, trained, tmp_path, new_traces):
     tables = _tables(tmp_path, new_traces, seed=8)
     code, out, err = tracefit("compare", trained / "models", tables, "--json")
@@ -159,6 +160,7 @@ def test_a_server_that_became_slower_has_drifted(tracefit, trained, tmp_path, ne
     assert tracefit("compare", trained / "models", tables, "--slack", 100)[0] == 0
 
 
+@pytest.mark.slow
 def test_new_traces_that_are_too_short_cannot_tell(tracefit, trained, tmp_path, new_traces):
     tables = _tables(tmp_path, new_traces, seed=8, steps=20, requests=10)
     code, out, _ = tracefit("compare", trained / "models/beta.json", tables, "--json")
@@ -167,6 +169,7 @@ def test_new_traces_that_are_too_short_cannot_tell(tracefit, trained, tmp_path, 
     assert "fewer than 30" in result["drift"][0]["reason"]
 
 
+@pytest.mark.slow
 def test_rows_outside_the_training_range_say_nothing_of_the_file(tracefit, trained, tmp_path, new_traces):
     """The file claims to know only steps without prompts, and is 20 % off on any other."""
     tables = _tables(tmp_path, new_traces, seed=8)
@@ -183,6 +186,7 @@ def test_rows_outside_the_training_range_say_nothing_of_the_file(tracefit, train
     assert beta["rows_outside"] == pytest.approx(prompts, abs=10), "and a few with larger batches"
 
 
+@pytest.mark.slow
 def test_a_server_whose_speed_wanders_cannot_tell(tracefit, trained, tmp_path, new_traces):
     """Every other quarter of a second takes twice as long: half of the steps are 50 % off, and the next run's may not be."""
 
@@ -222,6 +226,7 @@ def test_another_sampling_is_no_drift(tracefit, sampled_later):
     assert "drifted" not in {d["verdict"] for d in result["drift"]}
 
 
+@pytest.mark.slow
 def test_new_traces_of_another_server_are_one_line(tracefit, trained, tmp_path, new_traces):
     def other(folder):
         with (folder / "exp-config.yaml").open("a") as config:
@@ -239,12 +244,14 @@ def test_new_traces_of_another_server_are_one_line(tracefit, trained, tmp_path, 
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory):
+def served(once):
     """Return the folder of the models of a server at 14 requests per second."""
-    folder = tmp_path_factory.mktemp("served")
-    first = write_run(synth(SynthOptions(name="first", seed=1, requests=300)), folder)
-    run([first], folder / "out", options=TrainOptions(fast=True, features="batch"))
-    return folder / "out"
+
+    def train(folder):
+        first = write_run(synth(SynthOptions(name="first", seed=1, requests=300)), folder)
+        run([first], folder / "out", options=TrainOptions(fast=True, features="batch"))
+
+    return once("served", train) / "out"
 
 
 @pytest.fixture
@@ -311,6 +318,7 @@ def test_a_slower_machine_is_drift_of_its_steps(compared):
     assert itl["error_pct"] == pytest.approx(-31, abs=3), "and batches grow with the steps"
 
 
+@pytest.mark.slow
 def test_a_few_milliseconds_more_before_the_queue_are_no_drift(compared):
     """Admissions take 4 ms more, and the file's model is 40 % low; no user notices."""
     code, result = compared(admission=AdmissionLaw(base_us=5_300.0))
@@ -320,6 +328,7 @@ def test_a_few_milliseconds_more_before_the_queue_are_no_drift(compared):
     assert (code, result["verdict"]) == (0, "good")
 
 
+@pytest.mark.slow
 def test_a_few_milliseconds_decide_nothing_without_a_replay_either(compared):
     """Half of the requests are traced."""
     code, result = compared(admission=AdmissionLaw(base_us=5_300.0), journey_sampling=0.5)
@@ -330,6 +339,7 @@ def test_a_few_milliseconds_decide_nothing_without_a_replay_either(compared):
     assert (code, result["verdict"]) == (0, "good")
 
 
+@pytest.mark.slow
 def test_waits_that_users_feel_decide_where_nothing_is_replayed(compared, served, tmp_path):
     """Only alpha.json: without step times there is no replay, and requests wait for seconds."""
     alpha = shutil.copy(served / "models/alpha.json", tmp_path / "alpha.json")
@@ -339,6 +349,7 @@ def test_waits_that_users_feel_decide_where_nothing_is_replayed(compared, served
     assert any(text.startswith("alpha.queue_wait") for text in result["reasons"])
 
 
+@pytest.mark.slow
 def test_a_speed_that_the_machine_is_known_to_have_is_no_drift(compared, served, tmp_path):
     """Steps take 1.1 times as long; in the recording of the file the speed varied by 10 % between stretches."""
     shutil.copytree(served, tmp_path / "noisy")
@@ -362,6 +373,7 @@ def test_a_speed_that_the_machine_is_known_to_have_is_no_drift(compared, served,
     assert not any("drifted" in each["verdict"] for each in result["latencies"])
 
 
+@pytest.mark.slow
 def test_a_load_beyond_the_training_range_cannot_tell(compared, served, tmp_path):
     """The file claims to know batches of up to 4 only, and is wrong on any."""
     document = json.loads((served / "models/beta.json").read_text())

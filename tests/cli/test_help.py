@@ -65,6 +65,7 @@ HEAVY_TO = {
 }
 
 
+@pytest.mark.mostly_slow(every=4)
 @pytest.mark.parametrize("arguments", HEAVY_TO)
 def test_nothing_heavy_is_loaded_to_say_so(process, arguments):
     done = process(*arguments, code=LOADED)
@@ -79,6 +80,7 @@ def test_importing_the_package_loads_nothing_heavy(process):
     assert not any(f"'{name}'" in done.stdout for name in HEAVY)
 
 
+@pytest.mark.slow
 def test_features_wait_for_no_estimators(process):
     done = process("features", "batch", code=LOADED)
     assert done.returncode == 0

@@ -44,6 +44,7 @@ def _errors(out):
     return {name: m["holdout"]["mae"] for name, m in models.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(o, marks=[pytest.mark.slow] if n else []) for n, o in enumerate(ODD)]
 )
@@ -70,6 +71,7 @@ def test_implausible_value_is_counted_and_changes_no_model(
     assert found == {name: pytest.approx(error, rel=0.1, abs=2) for name, error in without.items()}
 
 
+@pytest.mark.slow
 def test_a_limit_that_the_run_itself_contradicts_bounds_nothing(tmp_path, traces, tracefit):
     """The configuration says 2,048 tokens a step; one step in ten has more."""
     trace = traces.load()

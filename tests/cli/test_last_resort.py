@@ -46,6 +46,7 @@ def _contents(folder):
     return {name: hashlib.sha256(data).hexdigest() for name, data in undated.items()}
 
 
+@pytest.mark.mostly_slow(every=6)
 @pytest.mark.parametrize("command", COMMANDS)
 def test_an_unexpected_error_is_one_line_and_changes_nothing(tracefit, monkeypatch, trained, out, command):
     target, line = COMMANDS[command]
@@ -66,6 +67,7 @@ def test_an_unexpected_error_is_one_line_and_changes_nothing(tracefit, monkeypat
     assert not list(out.rglob(".writing-*"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("level", [[], ["--log-level", "debug"]], ids=["usual", "debug"])
 def test_line_names_the_run_and_debug_log_the_traceback(tracefit, monkeypatch, out, level):
     def fail(*_, **__):
@@ -109,6 +111,7 @@ main()
     assert level or not ended.stderr
 
 
+@pytest.mark.slow
 def test_a_fit_that_fails_costs_its_own_model(tracefit, monkeypatch, out):
     def fail(*_, **__):
         raise IndexError("boolean index did not match")

@@ -30,6 +30,7 @@ def test_a_run_without_configuration_is_warned_of(tracefit, traces, tmp_path, qu
     assert "--gpu" in err
 
 
+@pytest.mark.mostly_slow(every=7)
 @pytest.mark.parametrize(
     ("words", "completed"),
     [

@@ -214,6 +214,7 @@ def texts_of(path):
             yield node.lineno, node.value
 
 
+@pytest.mark.slow
 def test_texts_name_options_by_their_declaration():
     flags = {
         text
@@ -296,6 +297,7 @@ def written(module, part):
     return "X"
 
 
+@pytest.mark.slow
 def test_a_command_in_a_text_has_the_flags_it_is_written_with():
     found = list(written_commands())
     assert len(found) > 5
@@ -306,6 +308,7 @@ def test_a_command_in_a_text_has_the_flags_it_is_written_with():
         assert [each for each in named_flags if each[1] not in flags_of(each[0])] == [], place
 
 
+@pytest.mark.slow
 def test_no_option_is_named_before_it_is_known_who_reads():
     early = [
         f"{path.relative_to(PACKAGE)}:{call.lineno}"
@@ -380,12 +383,14 @@ def test_value_yaml_cannot_hold_is_refused_in_one_line(tracefit, tmp_path, trace
     assert "exp-config.yaml: " in err
 
 
+@pytest.mark.slow
 def test_a_mistyped_gpu_suggests_one(tracefit, tmp_path, traces):
     folder = traces.request(1, 0, step=1).write(tmp_path / "run")
     _, _, err = tracefit("inspect", folder, "--gpu", "H1000")
     assert "GPU 'H1000' is not known: features of the GPU are left out (did you mean H100-SXM" in err
 
 
+@pytest.mark.slow
 def test_a_setting_of_its_own_is_not_a_typo(tracefit, tmp_path, traces):
     folder = traces.request(1, 0, step=1).write(tmp_path / "run")
     _, out, err = tracefit("inspect", folder, "--set", "swap_space=4", "--json")
@@ -407,6 +412,7 @@ LOGS = {
 }
 
 
+@pytest.mark.mostly_slow(every=4)
 @pytest.mark.parametrize("level", LOGS)
 def test_logs_go_to_stderr_by_their_level(tracefit, tmp_path, traces, level):
     traces.request(1, 0, step=1).steps(traces.summary(1, 1000), dropped=7)
@@ -427,6 +433,7 @@ def test_every_option_but_a_few_has_a_variable_of_its_name():
             assert option.envvar == "TRACEFIT_" + long.strip("-").replace("-", "_").upper()
 
 
+@pytest.mark.mostly_slow(every=3)
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_shells_complete_commands_and_options(process, monkeypatch, shell):
     for name, value in {

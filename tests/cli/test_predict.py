@@ -37,6 +37,7 @@ def beta(tmp_path):
     return path
 
 
+@pytest.mark.mostly_slow(every=5)
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -69,6 +70,7 @@ finally:
 """
 
 
+@pytest.mark.mostly_slow(every=2)
 @pytest.mark.parametrize(
     "question",
     [

@@ -107,6 +107,7 @@ def test_every_command_is_among_them():
     assert {name.split()[0] for name in COMMANDS} == set(GROUP.commands)
 
 
+@pytest.mark.mostly_slow(every=8)
 @pytest.mark.parametrize(
     "command",
     [pytest.param(c, marks=[pytest.mark.slow] if c in _SLOW else []) for c in COMMANDS],

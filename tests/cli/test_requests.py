@@ -21,6 +21,7 @@ def folder(tmp_path, traces):
     return tmp_path / "tables"
 
 
+@pytest.mark.slow
 def test_the_command_prints_text_json_and_csv(tracefit, folder):
     code, text, err = tracefit("requests", folder)
     assert (code, err) == (0, "")
@@ -38,6 +39,7 @@ def test_the_command_prints_text_json_and_csv(tracefit, folder):
     assert float(lines[0]["output_tokens_per_s"]) == pytest.approx(55 / 11.141)
 
 
+@pytest.mark.mostly_slow(every=2)
 @pytest.mark.parametrize("how", ["--csv", "--json"])
 def test_the_command_prints_every_request(tracefit, folder, how):
     code, out, err = tracefit("requests", folder, "--each", how)

@@ -56,6 +56,7 @@ def test_empty_run_is_named_and_others_are_read(tmp_path, tracefit, small, conte
     assert TableStore(tmp_path / "tables").runs() == ["a", "c"]
 
 
+@pytest.mark.slow
 def test_inspect_leaves_out_an_empty_run(tmp_path, tracefit, small):
     for name in ("a", "b"):
         small(tmp_path / "runs" / name)
@@ -65,6 +66,7 @@ def test_inspect_leaves_out_an_empty_run(tmp_path, tracefit, small):
     assert "left out" in stderr
 
 
+@pytest.mark.slow
 def test_rotating_files_stay_one_run(tmp_path, tracefit, small):
     folder = small(tmp_path / "run", 1)
     (folder / "traces.json").rename(folder / "traces-1.json")
@@ -87,6 +89,7 @@ def loose(tmp_path, small):
     return write
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "given",
     [
@@ -257,6 +260,7 @@ def test_csv_files_have_no_formulas(name):
     assert list(csv.reader(io.StringIO(csv_text(pl.DataFrame({"hw": [name]}))))) == [["hw"], [quoted]]
 
 
+@pytest.mark.slow
 def test_prompt_quoted_by_an_error_is_not_kept(tmp_path, tracefit, traces):
     quoted = "patient Jane Doe"
     traces.api(1, {"ARRIVED": 0, "ABORTED": 10}).api(2, {"ARRIVED": 0, "ABORTED": 10})
@@ -381,6 +385,7 @@ def test_trace_that_is_a_device_is_left_out(tmp_path, tracefit, small):
     assert "traces-x.json: left out, it is not a regular file" in stderr
 
 
+@pytest.mark.slow
 def test_part_that_is_a_pipe_is_refused(tmp_path, tracefit, small):
     tracefit("ingest", small(tmp_path / "run"), "--out", tmp_path / "tables")
     part = _part(tmp_path / "tables", "requests")
@@ -400,6 +405,7 @@ def test_empty_out_is_refused(tmp_path, monkeypatch, tracefit, small, out):
     assert list((tmp_path / "here").iterdir()) == []
 
 
+@pytest.mark.slow
 def test_renamed_file_has_its_new_name(tmp_path, tracefit, small):
     folder, tables = small(tmp_path / "run"), tmp_path / "tables"
     for name in ("traces.json", "traces-new.json"):
@@ -441,6 +447,7 @@ def test_model_without_a_deployment_is_not_verified(tmp_path, trained, tracefit,
     assert tracefit("verify", tmp_path / "beta.json", "--tables", trained / "tables")[0] == 1
 
 
+@pytest.mark.slow
 def test_feature_of_a_text_column_is_one_line(tmp_path, trained, tracefit, quick):
     (tmp_path / "f.yaml").write_text(
         "name: odd\nfeatures:\n  - {name: x, formula: run_id, unit: token, reason: text}\n"
@@ -550,6 +557,7 @@ def test_full_disk_in_train_changes_nothing(tmp_path, monkeypatch, trained, trac
     assert not list(out.rglob(".writing-*"))
 
 
+@pytest.mark.mostly_slow(every=4)
 @pytest.mark.parametrize(
     ("odd", "code"),
     [
@@ -586,6 +594,7 @@ def _framed(*numbers):
     return framed(map(_message, numbers))
 
 
+@pytest.mark.mostly_slow(every=6)
 @pytest.mark.parametrize(
     ("content", "whole", "code"),
     [

@@ -82,6 +82,7 @@ def test_another_configuration_is_named(tracefit, trained, tmp_path, new_traces)
     assert "traces of run busy" not in out
 
 
+@pytest.mark.slow
 def test_a_run_that_is_not_there_is_named(tracefit, trained, tmp_path, new_traces):
     ingest([new_traces().load(steps=60, requests=5).write(tmp_path / "other")], tmp_path / "tables")
     code, out, _ = tracefit("verify", trained / "models/beta.json", "--tables", tmp_path / "tables")

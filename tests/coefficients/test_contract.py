@@ -14,6 +14,7 @@ from tracefit.coefficients.documents import CoefficientFile
 from tracefit.coefficients.files import read_coefficients
 
 SCHEMAS = Path(__file__).parents[2] / "schemas"
+TEXTS = schema_texts()
 
 LINEAR = """{"name": "beta.cycle_time", "deployment_id": "…", "target": {"definition": "start of a step to start of the next, engine busy", "unit": "us", "source": "step_clock"},
  "form": "linear", "intercept": {"value": 7408.99, "ci95": [7391.2, 7427.0]},
@@ -37,6 +38,7 @@ def _schema(name):
     return json.loads((SCHEMAS / f"{name}.schema.json").read_text())
 
 
+@pytest.mark.mostly_slow(every=3)
 @pytest.mark.parametrize("form", FORMS)
 def test_the_published_example_of_each_form_is_read_and_valid(tmp_path, form):
     path = tmp_path / "alpha.json"
@@ -58,22 +60,23 @@ def test_the_numbers_of_the_examples_arrive():
     tuple(map(int, pydantic.VERSION.split(".")[:2])) < (2, 14),
     reason="older pydantic says the same in other words",
 )
-@pytest.mark.parametrize("name", sorted(schema_texts()))
+@pytest.mark.parametrize("name", sorted(TEXTS))
 def test_the_published_schemas_are_those_of_the_code(name):
-    assert (SCHEMAS / name).read_text(encoding="utf-8") == schema_texts()[name], "run `make schemas`"
+    assert (SCHEMAS / name).read_text(encoding="utf-8") == TEXTS[name], "run `make schemas`"
 
 
 def test_attributes_of_docstrings_describe_the_keys():
     metrics = _schema("coefficients")["$defs"]["Metrics"]
     assert metrics["properties"]["mae"]["description"] == "Mean absolute error."
-    assert not [name for name, text in schema_texts().items() if "Attributes:" in text]
+    assert not [name for name, text in TEXTS.items() if "Attributes:" in text]
 
 
 def test_nothing_else_is_published():
     found = {str(path.relative_to(SCHEMAS)) for path in SCHEMAS.rglob("*.json")}
-    assert found == set(schema_texts())
+    assert found == set(TEXTS)
 
 
+@pytest.mark.mostly_slow(every=2)
 @pytest.mark.parametrize("name", ["coefficients", "evaluation"])
 def test_the_schemas_are_json_schemas_of_2020_12(name):
     schema = _schema(name)
@@ -81,6 +84,7 @@ def test_the_schemas_are_json_schemas_of_2020_12(name):
     jsonschema.Draft202012Validator.check_schema(schema)
 
 
+@pytest.mark.mostly_slow(every=3)
 @pytest.mark.parametrize(
     ("file", "name"),
     [
@@ -132,6 +136,7 @@ def test_validation_is_the_entry_of_the_evaluation(trained):
     assert set(entries) == {"beta.cycle_time", "alpha.queue_wait", "alpha.admission", "alpha.departure"}
 
 
+@pytest.mark.slow
 def test_the_evaluation_counts_what_was_read(trained):
     ingest = json.loads((trained / "evaluation.json").read_text())["ingest"]
     assert ingest["spans"] == 1 + 2 * 90

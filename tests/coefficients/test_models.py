@@ -510,6 +510,7 @@ def test_wait_without_a_queue_term_is_that_of_the_outputs_ahead(small, parts, wr
     ]
 
 
+@pytest.mark.mostly_slow(every=5)
 @pytest.mark.parametrize("has_queue_term", [True, False])
 @pytest.mark.parametrize("batch", [None, 0, 3, 7, 8])
 def test_no_answer_falls_as_the_queue_grows(small, parts, write, batch, has_queue_term):
@@ -769,6 +770,7 @@ def test_a_misspelt_column_is_the_one_that_is_named(small, columns, meant):
     assert meant in str(caught.value)
 
 
+@pytest.mark.slow
 def test_row_is_evaluated_without_polars_and_numpy(small):
     code = (
         "import sys, tracefit\n"

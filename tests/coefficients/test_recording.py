@@ -159,15 +159,15 @@ def test_the_recording_takes_minutes_and_no_seed_comes_twice(capacity):
 
 
 def _calls(record, tmp_path, shell="bash"):
-    """Run the commands with a `vllm` that prints its arguments as JSON."""
+    """Run the commands with a `vllm` that prints its arguments, each before a unit separator."""
     fake = tmp_path / "vllm"
-    fake.write_text("#!/usr/bin/env python3\nimport json, sys\nprint(json.dumps(sys.argv[1:]))\n")
+    fake.write_text("#!/bin/sh\nprintf '%s\\037' \"$@\"\nprintf '\\036'\n")
     fake.chmod(0o755)
     path = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
     command = "\n".join(record.command)
     done = subprocess.run([shell, "-c", command], capture_output=True, text=True, check=True, env=path)
     assert not done.stderr
-    calls = [json.loads(line) for line in done.stdout.splitlines()]
+    calls = [line.split("\x1f")[:-1] for line in done.stdout.split("\x1e")[:-1]]
     return [
         dict(zip(call[2:-1:2], call[3:-1:2], strict=True)) for call in calls if call[:2] == ["bench", "serve"]
     ]

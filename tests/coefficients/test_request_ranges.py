@@ -156,7 +156,8 @@ def test_composed_requests_sum_up_under_steady_load(tmp_path):
             phases=surge_phases(1.0),
         )
         write_run(synth(run), tmp_path / run.name, formats=("protobuf",))
-        out = tracefit.run(tmp_path / run.name, tmp_path / f"out-{seed}").out
+        fast = tracefit.TrainOptions(fast=True)
+        out = tracefit.run(tmp_path / run.name, tmp_path / f"out-{seed}", options=fast).out
         by_name = {r.latency: r for r in read_coefficients(out / "models" / "alpha.json").requests}
         bias.append(by_name["e2e"].holdout.bias_pct)
         won += [by_name[name].holdout.mae < by_name[name].baseline.mae for name in ("ttft", "e2e")]

@@ -23,6 +23,7 @@ def models_of(tmp_path, options=None, **logs):
     return {model["name"]: model for file in files for model in json.loads(file.read_text())["models"]}
 
 
+@pytest.mark.slow
 def test_token_times_of_a_client_give_step_times(tmp_path):
     model = models_of(tmp_path, result=clients.vllm_bench(clients.planned(400)))["beta.cycle_time"]
     assert "as the client received them" in model["target"]["definition"]
@@ -32,6 +33,7 @@ def test_token_times_of_a_client_give_step_times(tmp_path):
     assert model["intercept"]["value"] == pytest.approx(15_000, rel=0.05)
 
 
+@pytest.mark.slow
 def test_first_and_last_tokens_of_a_client_give_step_times(tmp_path):
     plan, late = clients.planned(400), random.Random(1)
     for request in plan:
@@ -46,6 +48,7 @@ def test_first_and_last_tokens_of_a_client_give_step_times(tmp_path):
     assert set(models) == {"beta.cycle_time"}
 
 
+@pytest.mark.slow
 def test_network_stands_apart_from_the_server(tmp_path):
     plan = clients.planned(200)
     server = clients.request_log(plan)
@@ -56,6 +59,7 @@ def test_network_stands_apart_from_the_server(tmp_path):
     assert models["alpha.network"]["intercept"]["value"] == pytest.approx(1_700, rel=0.01)
 
 
+@pytest.mark.slow
 def test_times_without_a_date_give_none(tmp_path):
     """An experiment of inference-sim counts from its beginning, and its latencies have no time at all."""
     plan = clients.planned(400)
@@ -82,6 +86,7 @@ def ingested(tmp_path, **logs):
     return result, store.read("requests"), store.read("steps")
 
 
+@pytest.mark.mostly_slow(every=2)
 @pytest.mark.parametrize("in_one_file", [True, False])
 def test_a_benchmark_given_twice_is_read_once(in_one_file, tmp_path):
     plan = clients.planned(100)
@@ -95,6 +100,7 @@ def test_a_benchmark_given_twice_is_read_once(in_one_file, tmp_path):
     assert any("were there twice and count once" in text for text in result.warnings)
 
 
+@pytest.mark.mostly_slow(every=2)
 @pytest.mark.parametrize("in_one_file", [True, False])
 def test_the_benchmarks_of_a_sweep_are_one_load(in_one_file, tmp_path):
     plan = clients.planned(200)
@@ -107,6 +113,7 @@ def test_the_benchmarks_of_a_sweep_are_one_load(in_one_file, tmp_path):
     assert (result.exit_code, result.warnings) == (0, ())
 
 
+@pytest.mark.mostly_slow(every=2)
 @pytest.mark.parametrize("in_one_file", [True, False])
 def test_a_sweep_without_spans_has_the_steps_of_each_benchmark(in_one_file, tmp_path):
     plan = clients.planned(200)
@@ -119,6 +126,7 @@ def test_a_sweep_without_spans_has_the_steps_of_each_benchmark(in_one_file, tmp_
     assert (result.exit_code, result.warnings) == (0, ())
 
 
+@pytest.mark.slow
 def test_requests_of_another_run_are_no_load(tmp_path):
     plan, others = clients.planned(100), clients.planned(100)
     for n, request in enumerate(others):
@@ -135,6 +143,7 @@ def test_requests_of_another_run_are_no_load(tmp_path):
     assert any("100 client requests that match no span: no offset" in text for text in result.warnings)
 
 
+@pytest.mark.slow
 def test_a_few_requests_without_a_span_are_said(tmp_path):
     plan = clients.planned(200)
     server = b"".join(clients.request_log(plan).splitlines(keepends=True)[:-1])
@@ -148,6 +157,7 @@ def test_a_few_requests_without_a_span_are_said(tmp_path):
     ]
 
 
+@pytest.mark.slow
 def test_a_first_token_in_ms_gives_no_times(tmp_path):
     plan = clients.planned(100)
     server = clients.request_log(plan)

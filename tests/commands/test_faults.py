@@ -65,6 +65,7 @@ def test_traces_of_other_programs_alone_hold_nothing(tmp_path, traces, files_in)
     assert files_in(tmp_path / "out") == []
 
 
+@pytest.mark.slow
 def test_three_requests_are_too_few(tmp_path, traces, files_in):
     for number in (1, 2, 3):
         traces.request(number, 20_000 * number, step=6 * number)
@@ -78,6 +79,7 @@ def test_three_requests_are_too_few(tmp_path, traces, files_in):
     assert not list((tmp_path / "out").rglob(".writing-*"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stated", ["by the run", "by the user"])
 def test_a_gpu_that_is_not_known_is_named_and_left_out(tmp_path, traces, quick, stated):
     folder = traces.load(steps=120).write(tmp_path / "run")
@@ -94,12 +96,19 @@ def test_a_gpu_that_is_not_known_is_named_and_left_out(tmp_path, traces, quick, 
 
 
 @pytest.mark.parametrize("key", ["hidden_size", "num_hidden_layers", "num_attention_heads"])
-def test_model_configuration_without_a_key_is_left_out(tmp_path, traces, config_json, quick, key):
-    folder = traces.load(steps=120).write(tmp_path / "run")
+def test_model_configuration_without_a_key_is_left_out(tmp_path, traces, config_json, key):
+    folder = traces.load(steps=1, requests=0).write(tmp_path / "run")
     lacking = {k: v for k, v in config_json.items() if k != key}
     (folder / "config.json").write_text(json.dumps(lacking))
+    result = ingest([folder], tmp_path / "tables")
+    assert any(f"of the model are left out: {key} is missing" in text for text in result.warnings)
+
+
+def test_steps_are_fitted_without_the_configuration_of_the_model(tmp_path, traces, quick):
+    folder = traces.load(steps=120).write(tmp_path / "run")
+    (folder / "config.json").write_text("{}")
     result = run([folder], tmp_path / "out", options=quick)
-    assert any(f"of the model are left out: {key} is missing" in text for text in result.ingested.warnings)
+    assert any("of the model are left out" in text for text in result.ingested.warnings)
     assert "beta.cycle_time" in [m.name for m in result.trained.fitted]
 
 
@@ -125,15 +134,12 @@ def test_model_configuration_without_a_key_is_left_out(tmp_path, traces, config_
         ),
     ],
 )
-def test_model_configuration_with_an_odd_value_is_left_out(
-    tmp_path, traces, config_json, quick, changes, warning
-):
-    folder = traces.load(steps=120).write(tmp_path / "run")
+def test_model_configuration_with_an_odd_value_is_left_out(tmp_path, traces, config_json, changes, warning):
+    folder = traces.load(steps=1, requests=0).write(tmp_path / "run")
     (folder / "config.json").write_text(json.dumps(config_json | changes))
-    result = run([folder], tmp_path / "out", server=ServerOptions(tp=2), options=quick)
-    (text,) = [text for text in result.ingested.warnings if "of the model are left out" in text]
+    result = ingest([folder], tmp_path / "tables", server=ServerOptions(tp=2))
+    (text,) = [text for text in result.warnings if "of the model are left out" in text]
     assert f"of the model are left out: {warning}" in text
-    assert "beta.cycle_time" in [m.name for m in result.trained.fitted]
 
 
 def test_a_wrong_second_run_leaves_nothing_of_the_first(tmp_path, new_traces):
@@ -143,6 +149,7 @@ def test_a_wrong_second_run_leaves_nothing_of_the_first(tmp_path, new_traces):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_a_failed_training_keeps_the_models_that_were_there(tmp_path, trained, new_traces):
     few = new_traces().request(1, 0, step=1).write(tmp_path / "few")
     ingest([few], tmp_path / "tables")
@@ -160,6 +167,7 @@ def test_an_output_folder_that_is_a_file(tmp_path, traces):
     _refused(UsageError, [traces.load(steps=60, requests=0).write(tmp_path / "run")], tmp_path / "out")
 
 
+@pytest.mark.slow
 def test_too_many_rejects_end_the_reading(tmp_path, traces):
     folder = traces.request(1, 0, step=1).write(tmp_path / "run")
     bad = b'{"resourceSpans":[{"scopeSpans":[{"spans":[{"traceId":"zz","spanId":"zz","name":"of no use"}]}]}]}\n'
@@ -176,6 +184,7 @@ def test_too_many_rejects_end_the_reading(tmp_path, traces):
     assert store.read("runs")["rejects"].to_list() == [found.rejects] == [sum(counts)]
 
 
+@pytest.mark.slow
 def test_the_limit_on_rejects_holds_for_recordings_too(tmp_path, traces):
     folder = traces.request(1, 0, step=1).write(tmp_path / "run")
     (folder / "kv_events.jsonl").write_text("[1700000000.5, 1]\n" * 9)
@@ -187,6 +196,7 @@ def test_the_limit_on_rejects_holds_for_recordings_too(tmp_path, traces):
     )
 
 
+@pytest.mark.mostly_slow(every=2)
 @pytest.mark.parametrize("trouble", ["dropped", "twice"])
 def test_dropped_events_or_duplicates_alone_are_quarantine(tmp_path, traces, quick, trouble):
     trace = traces.load(steps=120, requests=0)
@@ -257,6 +267,7 @@ def _parts_by_file(tables):
     return {path.name: file.parts[0].name for file in entry.files for path in [Path(file.path)]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", [_cut, _flip_a_bit, _exchange, Path.unlink])
 @pytest.mark.parametrize("kind", ["spans", "steps"])
 def test_a_damaged_staged_part_is_repaired_from_its_source(tmp_path, kept, damage, kind):
@@ -275,6 +286,7 @@ def test_a_damaged_staged_part_is_repaired_from_its_source(tmp_path, kept, damag
     assert {part.name for part in (tables / ".stage").iterdir()} == set(after.values())
 
 
+@pytest.mark.slow
 def test_damaged_staged_part_is_read_again(kept):
     folder, tables, _ = kept
     _flip_a_bit(tables / ".stage" / _parts_by_file(tables)["traces-20.json"] / "journeys.arrow")

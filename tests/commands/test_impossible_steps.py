@@ -63,6 +63,7 @@ def test_steps_faster_than_the_gpu_are_left_out_counted_and_said(tmp_path):
     assert f"{FAST} of {STEPS} step times are shorter than the rated speed of gpu allows" in said
 
 
+@pytest.mark.slow
 def test_a_few_are_only_counted(tmp_path):
     result = trained(tmp_path, fast=range(7, 7 + 8 * 3, 8))
 
@@ -71,6 +72,7 @@ def test_a_few_are_only_counted(tmp_path):
     assert (result.trained.exit_code, result.trained.warnings) == (0, ())
 
 
+@pytest.mark.slow
 def test_where_most_are_faster_the_settings_are_wrong_and_the_steps_count(tmp_path):
     result = trained(tmp_path, fast=[step for step in range(STEPS) if step % 4])
 
@@ -80,6 +82,7 @@ def test_where_most_are_faster_the_settings_are_wrong_and_the_steps_count(tmp_pa
     assert "75% of the step times are shorter than the rated speed of gpu allows" in said
 
 
+@pytest.mark.slow
 def test_without_a_gpu_or_fast_steps_nothing_is_left_out(tmp_path):
     for name, fast, gpu in (("a", (), True), ("b", (7, 15), False)):
         result = trained(tmp_path / name, fast=fast, gpu=gpu)
@@ -88,6 +91,7 @@ def test_without_a_gpu_or_fast_steps_nothing_is_left_out(tmp_path):
         assert not [text for text in result.trained.warnings if "faster_than_gpu" in text]
 
 
+@pytest.mark.mostly_slow(every=3)
 @pytest.mark.parametrize(("stated", "seen"), [(512, 1000), (2048, None), (None, None)])
 def test_steps_win_over_settings_that_they_contradict(tmp_path, stated, seen):
     result = trained(

@@ -45,6 +45,7 @@ def fresh(tmp_path, lines, contents):
     return contents(tmp_path / "fresh" / "tables")
 
 
+@pytest.mark.slow
 def test_what_is_known_is_not_read_again(tmp_path, lines, decoded):
     folder = _write(tmp_path / "run" / "traces.json", lines)
     first = ingest([folder], tmp_path / "tables")
@@ -86,6 +87,7 @@ def _altered(path):
     assert (path.stat().st_size, path.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
 
 
+@pytest.mark.slow
 def test_rewritten_file_of_equal_size_and_date_is_read_again(fleet, tmp_path, decoded):
     decoded(tmp_path / "tables")
     _altered(fleet / "b" / "traces.json")
@@ -93,6 +95,7 @@ def test_rewritten_file_of_equal_size_and_date_is_read_again(fleet, tmp_path, de
     assert decoded(tmp_path / "tables") == ["traces.json"]
 
 
+@pytest.mark.slow
 def test_changed_table_is_built_again(fleet, tmp_path, contents):
     before = contents(tmp_path / "tables")
     _altered(next((tmp_path / "tables" / "steps" / "run_id=b").glob("*.parquet")))
@@ -102,6 +105,7 @@ def test_changed_table_is_built_again(fleet, tmp_path, contents):
     assert contents(tmp_path / "tables") == before
 
 
+@pytest.mark.slow
 def test_of_runs_that_stay_neither_traces_nor_tables_are_read(fleet, tmp_path, lines, monkeypatch):
     _write(fleet / "b" / "traces-2.json", lines[80:])
     looked_at, digest_of = [], store.digest_of
@@ -111,6 +115,7 @@ def test_of_runs_that_stay_neither_traces_nor_tables_are_read(fleet, tmp_path, l
     assert [path for path in looked_at if "run_id=a" in path or "/a/" in path] == []
 
 
+@pytest.mark.slow
 def test_touched_file_is_hashed_once(fleet, tmp_path, monkeypatch):
     hashed, hash_of = [], scheduler.content_hash_of
     monkeypatch.setattr(scheduler, "content_hash_of", lambda file: hashed.append(file.name) or hash_of(file))
@@ -120,6 +125,7 @@ def test_touched_file_is_hashed_once(fleet, tmp_path, monkeypatch):
     assert hashed == [str(fleet / "b" / "traces.json")]
 
 
+@pytest.mark.slow
 def test_copied_tables_are_compared_once_and_noted(fleet, tmp_path, lines):
     shutil.copytree(tmp_path / "tables", tmp_path / "copied")
     _write(fleet / "b" / "traces-2.json", lines[80:])
@@ -147,6 +153,7 @@ def test_a_file_that_grew_is_decoded_again(tmp_path, lines, fresh, contents, dec
     assert TableStore(tmp_path / "tables").runs() == ["run"]
 
 
+@pytest.mark.slow
 def test_a_rotated_file_belongs_to_its_run_and_has_its_new_name(tmp_path, lines, fresh, contents):
     folder = _write(tmp_path / "run" / "traces.json", lines[:40])
     ingest([folder], tmp_path / "tables")
@@ -159,6 +166,7 @@ def test_a_rotated_file_belongs_to_its_run_and_has_its_new_name(tmp_path, lines,
     assert files == {str(p) for p in folder.iterdir()}
 
 
+@pytest.mark.slow
 def test_other_files_of_the_same_name_are_another_run(tmp_path, lines):
     ingest([_write(tmp_path / "a" / "run" / "traces.json", lines[:40])], tmp_path / "tables")
     result = ingest([_write(tmp_path / "b" / "run" / "traces.json", lines[1:])], tmp_path / "tables")
@@ -187,6 +195,7 @@ def ingested(tmp_path, monkeypatch):
     return read
 
 
+@pytest.mark.mostly_slow(every=3)
 @pytest.mark.parametrize(
     ("path", "run_id"), [("run", "run"), ("run/traces.json", "traces"), ("run/*.json", "traces")]
 )
@@ -201,6 +210,7 @@ def test_a_relative_name_in_two_working_folders_is_two_runs(days, ingested, path
     assert ingested(days[1], path)[:2] == ([f"{run_id}-2"], stored)
 
 
+@pytest.mark.slow
 def test_a_run_is_the_same_by_any_name_of_its_folder(tmp_path, days, ingested, decoded):
     """From another working folder, and through links to the folder, a folder above it and the file."""
     (tmp_path / "to-run").symlink_to(days[0] / "run")
@@ -214,6 +224,7 @@ def test_a_run_is_the_same_by_any_name_of_its_folder(tmp_path, days, ingested, d
     assert (before, decoded(tmp_path / "tables")) == (["traces.json"], [])
 
 
+@pytest.mark.slow
 def test_a_loose_file_is_the_same_through_a_link(tmp_path, days, ingested):
     (tmp_path / "latest.json").symlink_to("day1/run/traces.json")
     ingested(tmp_path, "day1/run/traces.json")
@@ -225,6 +236,7 @@ def test_a_loose_file_is_the_same_through_a_link(tmp_path, days, ingested):
     assert ingested(tmp_path, "more.json", "latest.json")[:2] == (["traces"], ["traces"])
 
 
+@pytest.mark.slow
 def test_one_file_of_a_run_does_not_replace_it(days, lines, ingested):
     """Named alone beside its configuration, it is another run, as loose files are; named with its folder, it is read once."""
     _write(days[0] / "run" / "traces-2.json", lines[40:])
@@ -233,6 +245,7 @@ def test_one_file_of_a_run_does_not_replace_it(days, lines, ingested):
     assert ingested(days[0], "run/traces-2.json")[:2] == (["run-2"], ["run", "run-2"])
 
 
+@pytest.mark.slow
 def test_two_new_runs_never_get_one_id(tmp_path, days, lines, ingested):
     """The first is numbered, because its name is taken; the number is the name of the second."""
     _write(days[1] / "run-2" / "traces.json", lines[:50])
@@ -243,6 +256,7 @@ def test_two_new_runs_never_get_one_id(tmp_path, days, lines, ingested):
     assert ingested(tmp_path, "day2/run", "day2/run-2")[:2] == (read, stored)
 
 
+@pytest.mark.slow
 def test_piped_runs_are_compared_by_content(tmp_path, days, monkeypatch):
     def piped(path):
         data = path.read_bytes()
@@ -256,6 +270,7 @@ def test_piped_runs_are_compared_by_content(tmp_path, days, monkeypatch):
     assert [piped(first), piped(second)] == [["stdin"], ["stdin-2"]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", ["run", "run/traces.json"])
 def test_a_run_stored_under_a_relative_name_is_known_by_its_content(tmp_path, days, lines, ingested, path):
     """An earlier version stored the names as they were typed."""
@@ -269,6 +284,7 @@ def test_a_run_stored_under_a_relative_name_is_known_by_its_content(tmp_path, da
     assert ingested(tmp_path, f"day1/{path}")[:2] == ([run_id], [run_id, f"{run_id}-2"])
 
 
+@pytest.mark.slow
 def test_training_frames_of_a_run_that_grew_are_gone(tmp_path, lines):
     """They are of the run as it was; `train` makes them again."""
     folder = _write(tmp_path / "run" / "traces.json", lines[:-20])
@@ -323,6 +339,7 @@ def test_the_environment_is_as_it_was_after_workers_ran(tmp_path, lines):
     assert dict(os.environ) == before
 
 
+@pytest.mark.slow
 def test_a_dry_run_says_what_would_be_read_and_writes_nothing(tmp_path, lines, files_in):
     folder = _write(tmp_path / "run" / "traces-1.json", lines[:40])
     _write(folder / "traces-2.json", lines[40:50])
@@ -340,6 +357,7 @@ def test_a_dry_run_says_what_would_be_read_and_writes_nothing(tmp_path, lines, f
     assert files_in(tmp_path / "tables") == before
 
 
+@pytest.mark.slow
 def test_the_manifest_says_what_was_read(tmp_path, lines):
     folder = _write(tmp_path / "run" / "traces.json", [*lines, '{"resourceSpans": [{'])
     ingest([folder], tmp_path / "tables")

@@ -25,6 +25,7 @@ def allows():
     return of
 
 
+@pytest.mark.slow
 def test_facts_of_a_run_are_those_that_went_in(tmp_path, traces):
     traces.load(steps=120, requests=60)
     folder = traces.write(tmp_path / "busy")
@@ -51,18 +52,21 @@ def test_facts_of_a_run_are_those_that_went_in(tmp_path, traces):
     assert all(check.held == check.of for check in inspected.checks)
 
 
+@pytest.mark.slow
 def test_protobuf_is_detected_by_its_content(tmp_path, traces):
     traces.request(1, 0, step=1)
     (inspected,) = inspect([traces.write(tmp_path / "run", name="traces.pb")]).runs
     assert [f.shape for f in inspected.files] == ["one OTLP protobuf message"]
 
 
+@pytest.mark.slow
 def test_a_single_trace_file_is_a_run_too(tmp_path, traces):
     folder = traces.request(1, 0, step=1).write(tmp_path / "run")
     (inspected,) = inspect([folder / "traces.json"]).runs
     assert inspected.events["api.ARRIVED"] == 1
 
 
+@pytest.mark.slow
 def test_copies_of_a_run_are_one_run(tmp_path, traces):
     traces.load(steps=120, requests=60)
     folders = [traces.write(tmp_path / copy / "busy") for copy in ("a", "b")]
@@ -81,6 +85,7 @@ def test_tables_are_described_like_their_traces(tmp_path, traces):
     assert of_tables.runs[0].events == of_traces.runs[0].events
 
 
+@pytest.mark.slow
 def test_dropped_events_and_servers_are_reported(tmp_path, traces):
     traces.steps(traces.summary(1, 1000), dropped=7)
     traces.server = "other"
@@ -92,6 +97,7 @@ def test_dropped_events_and_servers_are_reported(tmp_path, traces):
     }
 
 
+@pytest.mark.slow
 def test_events_outside_their_steps_are_counted(tmp_path, traces):
     """Request 1 says SCHEDULED in step 2, which began at 3,000 us, but 1,990 us before that."""
     traces.steps(*(traces.summary(k, 1000 + 2000 * (k - 1)) for k in range(1, 8)))
@@ -149,6 +155,7 @@ def test_runs_of_one_deployment_count_together(tmp_path, new_traces, allows, qui
     }
 
 
+@pytest.mark.slow
 def test_three_requests_allow_nothing(tmp_path, traces, allows):
     for number in (1, 2, 3):
         traces.request(number, 20_000 * number, step=6 * number)
@@ -164,6 +171,7 @@ def test_no_vllm_spans_at_all_is_an_error(tmp_path):
         inspect([tmp_path])
 
 
+@pytest.mark.slow
 def test_evidence_of_steps_alone(tmp_path, traces, allows):
     found = allows(inspect([traces.load(steps=120, requests=0).write(tmp_path / "run")]))
     assert {what: a.verdict for what, a in found.items()} == {
@@ -190,6 +198,7 @@ def test_durations_that_are_the_step_time_are_reported_as_such(tmp_path, traces,
     assert allows(inspect([folder]))["step.duration_us"].verdict == "yes"
 
 
+@pytest.mark.slow
 def test_complete_journeys_make_queue_and_composition_exact(tmp_path, traces, allows):
     folder = traces.load(steps=0, requests=90).write(tmp_path / "run")
     found = allows(inspect([folder]))
@@ -210,6 +219,7 @@ def test_prefix_hits_need_snapshots_with_prompt_lengths(tmp_path, new_traces, al
     assert (verdicts["with"].verdict, verdicts["with"].reason) == ("yes", "known of 1 requests")
 
 
+@pytest.mark.slow
 def test_scopes_that_were_seen_and_not_read_are_named(tmp_path, traces):
     traces.request(1, 0, step=1).span("tgi.router\x1b[31m", "generate", (9, 9, 0), [])
     traces.span("tgi.router\x1b[31m", "generate", (9, 10, 0), []).span("x" * 500, "y", (9, 11, 0), [])

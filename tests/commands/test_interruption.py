@@ -22,7 +22,8 @@ from tracefit.options import ServerOptions
 from tracefit.progress import NullProgress
 from tracefit.tables.store import TableStore
 
-MOMENTS = 20
+MOMENTS = int(os.environ.get("KILLED", "5"))
+"""How many times an ingest is killed; `make fuzz` kills it more often."""
 
 FORKING = """
 import os, signal, sys, time, random

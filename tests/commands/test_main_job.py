@@ -94,6 +94,7 @@ def test_runs_of_two_configurations_are_two_deployments(tmp_path, two_runs, quic
     assert all(name.startswith("llama-2-7b.no-gpu.tp1.") for name in names)
 
 
+@pytest.mark.slow
 def test_without_a_model_the_report_shows_the_server(tmp_path, new_traces, quick):
     """Three requests in two seconds, each with its first token 11.2 ms after it came."""
     few = new_traces()
@@ -205,6 +206,7 @@ def test_sample_tables_have_the_columns_of_the_specification(tmp_path, traces, q
     np.testing.assert_allclose(beta.select(pl.nth(range(1, 6))).to_numpy(), steps.select(names).to_numpy())
 
 
+@pytest.mark.slow
 def test_a_sample_table_of_nothing_has_its_columns(tmp_path, traces, quick):
     folder = traces.load(steps=120, requests=0).write(tmp_path / "run")
     run([folder], tmp_path / "out", options=replace(quick, sample_csv=True))

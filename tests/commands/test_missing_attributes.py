@@ -17,6 +17,7 @@ def _deployment(trace, folder, how):
     return json.loads((folder / "out" / "evaluation.json").read_text())["deployments"][0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "event", "attribute"),
     [
@@ -38,6 +39,7 @@ def test_a_held_out_row_without_a_group_is_in_no_group(tmp_path, traces, quick, 
     assert grouped == {n: models[n]["holdout"]["n"] - (n == model == "alpha.queue_wait") for n in GROUPED}
 
 
+@pytest.mark.slow
 def test_steps_without_attributes_take_the_usual_time(tmp_path, traces, quick):
     """Eight steps of nine take 3 ms to the nanosecond. The others pull the fit away from all of them."""
     starts = [3000 * step + 97_000 * (step // 9) for step in range(270)]

@@ -68,6 +68,7 @@ def of(model, count=3, key=RESPONSE):
     return [(key, model)] * count
 
 
+@pytest.mark.slow
 def test_two_services_of_different_models(said):
     (text,), code = said(server(of(LLAMA), "chat"), server(of(QWEN, 2), "code"))
     assert text == (
@@ -77,6 +78,7 @@ def test_two_services_of_different_models(said):
     assert code == 3
 
 
+@pytest.mark.mostly_slow(every=3)
 @pytest.mark.parametrize("scope", ["vllm.llm_engine", "vllm.tracing.otel", "sglang server"])
 def test_the_requested_model_counts_where_no_answer_names_one(said, scope):
     if scope == "sglang server":
@@ -96,6 +98,7 @@ def test_the_requested_model_counts_where_no_answer_names_one(said, scope):
     assert code == 3
 
 
+@pytest.mark.slow
 def test_instances_of_one_service_are_named_apart(said):
     first, second = (
         server(of(model), service_instance_id=pod) for model, pod in ((LLAMA, "pod-0"), (QWEN, "pod-1"))
@@ -104,6 +107,7 @@ def test_instances_of_one_service_are_named_apart(said):
     assert f"vllm (pod-0) names {LLAMA}, 3 spans; vllm (pod-1) names {QWEN}, 3 spans" in text
 
 
+@pytest.mark.mostly_slow(every=5)
 @pytest.mark.parametrize(
     "servers",
     [
@@ -122,6 +126,7 @@ def test_servers_of_one_model(said, servers):
     assert said(*servers, settings={"model": LLAMA}) == ([], 0)
 
 
+@pytest.mark.mostly_slow(every=4)
 @pytest.mark.parametrize(
     "settings",
     [
@@ -139,6 +144,7 @@ def test_servers_of_adapters_only(said):
     assert said(server(of("sql"), "a"), server(of("chat"), "b"), settings={"enable_lora": True}) == ([], 0)
 
 
+@pytest.mark.slow
 def test_names_that_nothing_explains(said):
     (text,), code = said(server(of(LLAMA) + of(QWEN, 2)))
     assert text.startswith(
@@ -147,6 +153,7 @@ def test_names_that_nothing_explains(said):
     assert code == 0
 
 
+@pytest.mark.slow
 def test_names_that_are_not_of_the_stated_model(said):
     (text,), _ = said(server(of("a") + of("b")), settings={"model": LLAMA})
     assert f", and none is {LLAMA}: " in text
@@ -165,6 +172,7 @@ CONFIG = {
 }
 
 
+@pytest.mark.mostly_slow(every=6)
 @pytest.mark.parametrize(
     ("name", "model", "is_said"),
     [

@@ -150,6 +150,7 @@ def grow(path):
         file.write("{}\n")
 
 
+@pytest.mark.mostly_slow(every=3)
 @pytest.mark.parametrize(
     ("change", "opened", "decodes"),
     [
@@ -180,10 +181,12 @@ def test_what_has_grown_is_read_once_more(bucket, folder, read):
     assert bucket.opened == {}
 
 
+@pytest.mark.slow
 def test_second_reading_has_the_same_result(read):
     assert read() == read()
 
 
+@pytest.mark.mostly_slow(every=2)
 @pytest.mark.parametrize(("fetched_bytes", "most"), [(1, 1), (1 << 30, 3)])
 def test_copies_on_disk_are_bounded(tmp_path, bucket, read, fetched_bytes, most):
     copies = []
@@ -203,6 +206,7 @@ def test_metrics_are_refused(tmp_path, folder, read, small_pieces, lines):
     assert TableStore(tmp_path / "tables").runs() == []
 
 
+@pytest.mark.slow
 def test_broken_connection_leaves_nothing_half_written(tmp_path, bucket, read):
     bucket.breaks_after = 1000
     with pytest.raises(UsageError, match=r"^s3://bucket/prod/traces-\d.json: cannot be read beyond byte"):

@@ -34,6 +34,7 @@ def tables(tmp_path):
     return of
 
 
+@pytest.mark.slow
 def test_percentiles_and_throughput_are_those_of_the_requests(tables, traces):
     total = requests(tables(_load(traces))).total
     assert (total.requests, total.failed, total.in_flight) == (11, 0, 0)
@@ -50,6 +51,7 @@ def test_percentiles_and_throughput_are_those_of_the_requests(tables, traces):
     assert total.requests_per_s == pytest.approx(11 / 11.141)
 
 
+@pytest.mark.slow
 def test_failures_are_left_out_of_request_times(tables, traces):
     trace = _load(traces, number=2)
     cut = {"finish.status": "aborted", "decode.done_tokens": 3}
@@ -72,6 +74,7 @@ def test_failures_are_left_out_of_request_times(tables, traces):
     assert total.e2e.p99 < 1
 
 
+@pytest.mark.slow
 def test_requests_report_and_replay_have_the_same_percentiles(tables, traces):
     """Request k has its first token after 100 k ms and its tokens k ms apart. P99 of 22 is at rank 20.79, of 21 at 19.8."""
     trace = traces
@@ -124,6 +127,7 @@ def _predicted(rows):
     return rows.select(*REQUEST, "ttft_us", "itl_us", "e2e_us")
 
 
+@pytest.mark.slow
 def test_latencies_that_only_a_client_knows_are_the_client_s(tmp_path):
     """Request k waits 100 k ms for the first of its five tokens, which come 10 ms apart."""
     tokens = [[k + 0.1 * (k + 1) + 0.01 * t for t in range(5)] for k in range(11)]
@@ -140,6 +144,7 @@ def test_latencies_that_only_a_client_knows_are_the_client_s(tmp_path):
     assert [drawn["ttft"][p] for p in (50, 90, 99)] == pytest.approx((600, 1_000, 1_090))
 
 
+@pytest.mark.slow
 def test_every_run_is_a_group_and_all_together_are_one(tables, new_traces):
     summary = requests(tables(_load(new_traces()), _load(new_traces(), number=2)))
     assert [(g.name, g.requests) for g in summary.runs] == [("run-0", 11), ("run-1", 2)]
@@ -148,6 +153,7 @@ def test_every_run_is_a_group_and_all_together_are_one(tables, new_traces):
     assert summary.total.seconds == pytest.approx(11.141 + 1.241)
 
 
+@pytest.mark.slow
 def test_windows_are_round_and_have_every_request_once(tables, traces):
     windows = requests(tables(_load(traces))).windows
     # A tenth of 11.1 s, rounded up, is 2 s.

@@ -71,6 +71,7 @@ def test_of_runs_that_are_each_too_large_one_is_left():
     assert _sample(_runs([500] * 3), rows=100) == ["r1"]
 
 
+@pytest.mark.slow
 def test_the_sampling_is_stated(tmp_path, new_traces, quick):
     for number in range(4):
         new_traces().load(steps=80, requests=45, seed=number).write(tmp_path / "runs" / f"r{number}")

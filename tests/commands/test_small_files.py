@@ -137,6 +137,7 @@ def test_bundled_files_have_the_same_tables(tmp_path, records, write, same, seed
     assert len(apart_parts) > len(parts)
 
 
+@pytest.mark.slow
 def test_every_file_has_counts_of_its_own(tmp_path, records, write):
     others = _of_others(records)
     vllm_records = [record for record in records if record not in others]

@@ -65,6 +65,7 @@ def test_alpha_trains_on_the_wait_and_advises_on_the_rest(stock, tmp_path):
     assert "no flag of an unmodified vLLM gives it" in missing["alpha.departure"]
 
 
+@pytest.mark.slow
 def test_inspect_names_remedies_of_a_stock_server(stock, tmp_path, traces):
     said = inspect_text(inspect(stock))
     assert "--api-server-count 1" in " ".join(said.split())
@@ -80,6 +81,7 @@ def test_inspect_names_remedies_of_a_stock_server(stock, tmp_path, traces):
     assert "OTEL_TRACES_SAMPLER" not in of_fork
 
 
+@pytest.mark.slow
 def test_recording_of_steps_advises_stock_spans():
     said = " ".join(inspect_text(inspect(ROOT / "fixtures/recordings/fpm-dynamo")).split())
     assert (
@@ -89,6 +91,7 @@ def test_recording_of_steps_advises_stock_spans():
     assert "fork of vLLM" not in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("attribute", "value", "column"),
     [

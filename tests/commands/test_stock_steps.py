@@ -39,6 +39,7 @@ def _beta(folder):
     return {m["name"]: m for m in models}.get("beta.cycle_time")
 
 
+@pytest.mark.slow
 def test_spans_of_requests_give_step_time_and_queue_wait(tracefit, tmp_path, generated, requests):
     code, result = _run(tracefit, tmp_path, requests)
     assert code == 0
@@ -73,6 +74,7 @@ def test_spans_of_requests_give_step_time_and_queue_wait(tracefit, tmp_path, gen
     assert said == pytest.approx(true, rel=0.03)
 
 
+@pytest.mark.slow
 def test_every_request_keeps_its_row_across_windows(tracefit, tmp_path, requests, monkeypatch):
     """Four windows of 50, at fifths of the recording; the other requests stay as they were."""
     monkeypatch.setattr(request_steps, "_WINDOWS", 4)

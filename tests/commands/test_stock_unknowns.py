@@ -81,6 +81,7 @@ def _is_refused(said, reason):
         assert "beta.cycle_time is not fitted" in verdict["reasons"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rate", [0.5, pytest.param(0.1, marks=pytest.mark.slow)])
 def test_of_spans_sampled_at_the_head(tmp_path, rate):
     options = replace(LOAD, journey_sampling=rate, requests=round(150 / rate))
@@ -89,6 +90,7 @@ def test_of_spans_sampled_at_the_head(tmp_path, rate):
     assert "OTEL_TRACES_SAMPLER=always_on" in said.before
 
 
+@pytest.mark.slow
 def test_of_data_parallel_ranks_behind_one_name(tmp_path):
     ranks = replace(LOAD, servers=2, instance_ids="none", requests=160)
     said = _said(write_run(synth(ranks), tmp_path), tmp_path / "out")
@@ -96,6 +98,7 @@ def test_of_data_parallel_ranks_behind_one_name(tmp_path):
     assert "of one data-parallel rank" in said.before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("named", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_of_several_front_ends_of_one_engine(tmp_path, named):
     """Each stamps the outputs of a step itself, 40 us apart; newer SDKs give each process an id of its own."""
@@ -115,6 +118,7 @@ def test_of_several_front_ends_of_one_engine(tmp_path, named):
     assert "--api-server-count 1" in said.before
 
 
+@pytest.mark.slow
 def test_of_requests_cut_at_the_edges(tmp_path):
     """A span is written when its request ends: the recording has those that end in the middle part of the run."""
 
@@ -154,6 +158,7 @@ def _reach(said):
     return next(each for each in criteria if each["measure"] == "step_prefill_reach_pct")
 
 
+@pytest.mark.slow
 def test_of_prefix_cache_hits_in_some_prompts(tmp_path):
     """Prompts too short for a hit give the coefficient, which is right, and the verdict says how far they reach."""
     run = synth(replace(LOAD, prefix_fraction=0.4, requests=500))
@@ -168,6 +173,7 @@ def test_of_prefix_cache_hits_in_some_prompts(tmp_path):
     _is_right(said, run.law, prompts=0.1)
 
 
+@pytest.mark.slow
 def test_of_prefix_cache_hits_in_nearly_every_prompt(tmp_path):
     """The coefficient of a prompt token is too low, and no verdict says to trust it."""
     run = synth(replace(LOAD, prefix_fraction=0.9, requests=500))

@@ -33,6 +33,7 @@ def _timeline(tmp_path):
     return json.loads((tmp_path / "out" / "evaluation.json").read_text())["deployments"][0]["timeline"]
 
 
+@pytest.mark.mostly_slow(every=3)
 @pytest.mark.parametrize(
     ("target", "covered", "name", "source"),
     [
@@ -80,6 +81,7 @@ def test_steps_without_any_duration_use_the_clock(tmp_path, traces, job):
     assert _beta(tmp_path)["target"]["source"] == "step_clock"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lag", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_the_law_is_found_in_step_with_execution(tmp_path, traces, job, lag):
     """2,000 + 10 per prefill token + 50 per decode token; with `lag` 1 a composition drives the cycle after its own."""
@@ -108,6 +110,7 @@ def test_idle_gaps_are_in_neither_part(tmp_path, traces, job):
     ]
 
 
+@pytest.mark.slow
 def test_steps_train_beta_and_name_the_flag_for_alpha(tmp_path, traces, job):
     result = job(traces.load(steps=120, requests=0))
     assert [m.name for m in result.trained.fitted] == ["beta.cycle_time"]

@@ -53,6 +53,7 @@ def tables(tmp_path, traces):
     return tmp_path / "tables"
 
 
+@pytest.mark.slow
 def test_run_has_its_tables_to_itself_until_its_report_is_written(tmp_path, traces):
     run, out = traces.load().write(tmp_path / "run"), tmp_path / "out"
     locked = {}
@@ -65,6 +66,7 @@ def test_run_has_its_tables_to_itself_until_its_report_is_written(tmp_path, trac
     assert not _is_locked(out / "tables")
 
 
+@pytest.mark.slow
 def test_training_waits_for_another_writer_of_its_tables(tmp_path, tables):
     held = os.open(tables, os.O_RDONLY)
     fcntl.flock(held, fcntl.LOCK_EX)
@@ -85,6 +87,7 @@ def test_training_waits_for_another_writer_of_its_tables(tmp_path, tables):
     assert (tmp_path / "models" / "alpha.json").is_file()
 
 
+@pytest.mark.slow
 def test_training_frames_are_not_put_on_tables_that_changed(tmp_path, tables):
     # As in a bucket, where nobody waits: there it is another process that replaces the run.
     def change(text):

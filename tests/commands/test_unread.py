@@ -67,6 +67,7 @@ def test_requests_of_a_client_without_lengths_or_times(ingested):
     assert said == f"8 requests, none with lengths or times; keys seen: {keys}"
 
 
+@pytest.mark.mostly_slow(every=6)
 @pytest.mark.parametrize(
     ("write", "names", "lacks"),
     [
@@ -84,6 +85,7 @@ def test_each_format_with_optional_keys_is_under_the_rule(ingested, write, names
     assert any(new in said for new in names.values())
 
 
+@pytest.mark.mostly_slow(every=2)
 @pytest.mark.parametrize("scope", ["vllm.llm_engine", "vllm.tracing.otel"])
 def test_spans_with_other_names(ingested, traces, scope):
     names = {key: key.replace("gen_ai", "llm") for key in STOCK if "usage" in key}
@@ -92,12 +94,14 @@ def test_spans_with_other_names(ingested, traces, scope):
     assert said.startswith(f"3 requests, none with lengths; keys seen: {keys}")
 
 
+@pytest.mark.slow
 def test_spans_without_times(ingested, traces):
     without = [key for key in STOCK if "latency" in key]
     (said,) = unread_of(ingested(traces_json=spans(traces, without=without)))
     assert said.startswith("3 requests, none with times; keys seen: gen_ai.request.id, ")
 
 
+@pytest.mark.slow
 def test_a_file_counts_by_itself(ingested):
     good, plan = clients.inference_perf(clients.planned(8)), clients.planned(6)
     bad = renamed(clients.inference_perf(plan), input_tokens="a", output_tokens="b")
@@ -107,6 +111,7 @@ def test_a_file_counts_by_itself(ingested):
     assert result.runs[0].unread[0].partition(": ")[0].endswith("bad.json")
 
 
+@pytest.mark.slow
 def test_a_second_ingest_says_it_again_and_inspect_too(ingested, tmp_path):
     log = renamed(clients.guidellm(clients.planned(8)), prompt_tokens="in_tokens")
     first, second = ingested(log=log), ingested(log=log)
@@ -117,11 +122,13 @@ def test_a_second_ingest_says_it_again_and_inspect_too(ingested, tmp_path):
         assert "none with prompt tokens" in " ".join(inspect_text(found).split())
 
 
+@pytest.mark.mostly_slow(every=4)
 @pytest.mark.parametrize("name", clients.FORMS)
 def test_a_log_as_its_program_writes_it_says_nothing(ingested, name):
     assert unread_of(ingested(log=clients.FORMS[name](clients.planned(8)))) == []
 
 
+@pytest.mark.slow
 def test_what_a_format_never_has_is_not_missed(ingested):
     plan = clients.planned(40)
     assert unread_of(ingested(**{n: write(plan) for n, write in clients.EXPERIMENT.items()})) == []
@@ -137,6 +144,7 @@ def test_one_request_that_is_read_is_enough(ingested, traces):
     assert unread_of(ingested(traces_json=spans(traces, count=1))) == []
 
 
+@pytest.mark.slow
 def test_settings_without_any_setting(ingested):
     log = clients.inference_perf(clients.planned(8))
     (said,) = unread_of(ingested(log=log, run_yaml=b"kind: Service\nspec: {ports: [8000]}\n"))

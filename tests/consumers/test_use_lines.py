@@ -87,11 +87,10 @@ LLM_D_KEYS = {
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
-    out = tmp_path_factory.mktemp("use lines")
+def made(once):
     options = tracefit.TrainOptions(features="batch", fast=True)
-    tracefit.run([ROOT / "fixtures/generated/llama-70b-roofline"], out, options=options)
-    return out
+    run = ROOT / "fixtures/generated/llama-70b-roofline"
+    return once("a roofline", lambda out: tracefit.run([run], out, options=options))
 
 
 @pytest.fixture
@@ -264,6 +263,7 @@ def test_vllm_vcr_line_states_the_traced_server(exported):
     assert [given[n] for n in ("max_num_seqs", "max_num_batched_tokens", "kv_cache_size")] == [64, 2048, 899]
 
 
+@pytest.mark.slow
 def test_mocker_line_states_the_traced_server(exported):
     _, words = exported("dynamo-mocker")
     assert words[:3] == ["python", "-m", "dynamo.mocker"]

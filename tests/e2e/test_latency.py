@@ -146,6 +146,7 @@ def planted(tmp_path_factory):
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, pytest.param({"num_blocks": 400}, marks=pytest.mark.slow)], ids=str)
 def test_planted_step_times_compose_to_the_measured_latencies(planted, options):
     """Noise of 3 % per step averages out over a request's steps; nothing else stands between the two."""

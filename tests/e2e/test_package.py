@@ -44,6 +44,7 @@ def wheel(tmp_path_factory):
     return built
 
 
+@pytest.mark.slow
 def test_the_evaluator_is_a_distribution_of_its_own(tmp_path):
     """One module without dependencies, of 20 kB, that evaluates a file as tracefit does."""
     source = shutil.copytree(

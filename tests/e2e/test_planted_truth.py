@@ -34,6 +34,7 @@ features:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("duration", "step_sampling"),
     [
@@ -82,6 +83,7 @@ def test_the_hold_out_error_is_the_noise_that_was_put_in(tmp_path: Path) -> None
     assert beta.holdout_mape_pct == pytest.approx(2.39, abs=0.3)
 
 
+@pytest.mark.slow
 def test_the_step_clock_gives_the_generators_own_step_times(tmp_path: Path) -> None:
     run = synth(SynthOptions(name="clock", seed=23, requests=100))
     folder = write_run(run, tmp_path / "runs")

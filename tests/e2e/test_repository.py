@@ -74,6 +74,7 @@ def test_recorded_fixture_gives_a_step_model(tmp_path: Path) -> None:
     assert reasons.count("no journeys") == 3
 
 
+@pytest.mark.slow
 def test_the_fixture_of_a_log_is_steps_alone_in_whole_seconds(tmp_path: Path) -> None:
     wanted = EXPECTED["recordings/vllm-log"]
     options = tracefit.TrainOptions(features="batch", fast=True)
@@ -94,6 +95,7 @@ def test_the_fixture_of_a_log_is_steps_alone_in_whole_seconds(tmp_path: Path) ->
     assert any("context" in note for note in model["notes"])
 
 
+@pytest.mark.slow
 def test_damage_costs_the_damaged_records_alone(tmp_path: Path) -> None:
     result = tracefit.ingest([ROOT / "fixtures/damaged"], tmp_path)
     assert result.exit_code == 3

@@ -67,6 +67,7 @@ def case(request: pytest.FixtureRequest, cases) -> Case:
     return cases(request.param)
 
 
+@pytest.mark.mostly_slow(every=6)
 def test_every_engine_is_found(case) -> None:
     runs, servers = case.store.read("runs"), case.options.servers
     assert set(runs["server"]) == set(case.requests["server"])
@@ -75,6 +76,7 @@ def test_every_engine_is_found(case) -> None:
     assert runs["requests"].to_list() == [250] * servers
 
 
+@pytest.mark.mostly_slow(every=6)
 def test_hidden_steps_are_inferred_exactly(case) -> None:
     hidden = case.steps.filter(~pl.col("is_sampled"))
     both = hidden.join(case.store.read("timeline"), on=STEP, how="left", suffix="_inferred")
@@ -83,6 +85,7 @@ def test_hidden_steps_are_inferred_exactly(case) -> None:
     assert both.select((agrees & depths.fill_null(value=False)).mean()).item() >= 0.995
 
 
+@pytest.mark.mostly_slow(every=6)
 def test_their_starts_are_within_half_a_millisecond(case) -> None:
     timeline, journeys = case.store.read("timeline"), case.store.read("journey_events")
     anchored = journeys.filter(pl.col("event") == "SCHEDULED")
@@ -94,6 +97,7 @@ def test_their_starts_are_within_half_a_millisecond(case) -> None:
     assert clock_disagreements(timeline, journeys)["disagreeing"].sum() == 0
 
 
+@pytest.mark.mostly_slow(every=6)
 @pytest.mark.parametrize(
     "case", [*CASES, *(pytest.param(name, marks=pytest.mark.slow) for name in PREEMPTED)], indirect=True
 )

@@ -20,6 +20,7 @@ LIMITS = EngineLimits(max_num_batched_tokens=2_048, max_num_seqs=64)
 COUNTS = ("num_prefill_reqs", "num_decode_reqs", "prefill_tokens", "decode_tokens")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_blocks", "least"), [pytest.param(4_097, 0.995, marks=pytest.mark.slow), (400, 0.97)]
 )
@@ -42,7 +43,7 @@ def test_few_steps_or_none_train_as_good_a_model_as_all(tmp_path: Path) -> None:
     for sampling in (1.0, 0.01, 0.0):
         run = synth(SynthOptions(name=f"at-{sampling}", seed=44, requests=400, step_sampling=sampling))
         out = tmp_path / f"out-{sampling}"
-        options = tracefit.TrainOptions(features="batch")
+        options = tracefit.TrainOptions(features="batch", fast=True)
         tracefit.run([write_run(run, tmp_path / "runs")], out, options=options)
         errors[sampling] = _error_on_every_step(out / "models/beta.json", tmp_path / "out-1.0/tables")
     assert errors[0.01] <= 1.1 * errors[1.0]

@@ -40,6 +40,7 @@ def _alone(fleet, out, bytes_of):
     return found
 
 
+@pytest.mark.slow
 def test_runs_of_a_fleet_have_the_tables_they_have_alone(tmp_path, fleet, bytes_of, together):
     # The same ids in another run, files that hold spans twice, and runs of other kinds.
     shutil.copytree(fleet / "b", fleet / "f")
@@ -51,6 +52,7 @@ def test_runs_of_a_fleet_have_the_tables_they_have_alone(tmp_path, fleet, bytes_
     assert bytes_of(tmp_path / "fleet") == _alone(fleet, tmp_path / "alone", bytes_of)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("most_tokens", "times"), [(1 << 40, 1), (1, 3)])
 def test_requests_of_several_stock_runs_are_counted_together(
     tmp_path, bytes_of, together, monkeypatch, most_tokens, times
@@ -69,6 +71,7 @@ def test_requests_of_several_stock_runs_are_counted_together(
     assert set(steps["run_id"]) == {"a", "b"}
 
 
+@pytest.mark.slow
 def test_counts_of_new_runs_are_not_read_from_their_tables(tmp_path, fleet, monkeypatch):
     read, asked = TableStore.read, []
     monkeypatch.setattr(TableStore, "read", lambda *given: asked.append(given[1:3]) or read(*given))
@@ -79,6 +82,7 @@ def test_counts_of_new_runs_are_not_read_from_their_tables(tmp_path, fleet, monk
     assert again.runs == first.runs
 
 
+@pytest.mark.slow
 def test_logged_runs_of_a_fleet_keep_their_own_steps(tmp_path, bytes_of):
     for name in "ab":
         shutil.copytree(FIXTURES / "logged" / "stock-vllm-0.32-cpu", tmp_path / "runs" / name)
@@ -86,6 +90,7 @@ def test_logged_runs_of_a_fleet_keep_their_own_steps(tmp_path, bytes_of):
     assert bytes_of(tmp_path / "fleet") == _alone(tmp_path / "runs", tmp_path / "alone", bytes_of)
 
 
+@pytest.mark.slow
 def test_a_run_that_fails_in_a_fleet_costs_itself(tmp_path, fleet, bytes_of, monkeypatch, together):
     ingest([fleet], tmp_path / "whole", workers=1)
     before = building.build_tables
@@ -105,6 +110,7 @@ def test_a_run_that_fails_in_a_fleet_costs_itself(tmp_path, fleet, bytes_of, mon
     assert bytes_of(tmp_path / "tables") == others
 
 
+@pytest.mark.slow
 def test_contradicted_setting_is_unused_for_that_run_only(tmp_path, fleet, new_traces, bytes_of):
     new_traces().load(steps=4, requests=0, seed=4).write(fleet / "b")
     for run in "ab":

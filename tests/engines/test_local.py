@@ -74,10 +74,12 @@ def _kinds(engine):
     return [(job.function.__name__, len(getattr(job.argument, "items", job.argument))) for job in engine.jobs]
 
 
+@pytest.mark.slow
 def test_small_runs_share_jobs(tmp_path, fleet):
     assert _kinds(_recorded(fleet, tmp_path / "tables")) == [("decode_task", 5), ("build_runs", 5)]
 
 
+@pytest.mark.slow
 def test_largest_run_is_read_and_built_first(tmp_path, fleet, small_pieces):
     engine = _recorded(fleet, tmp_path / "tables", small_pieces)
     read = [Path(job.name).parent.name for job in engine.jobs if job.function.__name__ == "decode_task"]
@@ -88,6 +90,7 @@ def test_largest_run_is_read_and_built_first(tmp_path, fleet, small_pieces):
     assert "decode_task" in names[names.index("build_runs") :]
 
 
+@pytest.mark.slow
 def test_a_large_run_has_the_same_tables(tmp_path, fleet, bytes_of):
     ingest([fleet / "b"], tmp_path / "small", workers=1)
     few = IngestOptions(build=BuildLimits(small_run_rows=50))  # passed within the second table
@@ -98,6 +101,7 @@ def test_a_large_run_has_the_same_tables(tmp_path, fleet, bytes_of):
     assert bytes_of(tmp_path / "large") == bytes_of(tmp_path / "small")
 
 
+@pytest.mark.slow
 def test_ready_runs_are_shared_out_to_all_workers(tmp_path, fleet):
     built = [
         n for name, n in _kinds(_recorded(fleet, tmp_path / "tables", workers=2)) if name == "build_runs"
@@ -105,6 +109,7 @@ def test_ready_runs_are_shared_out_to_all_workers(tmp_path, fleet):
     assert built == [3, 1, 1]  # half of five, then half of the two that are left
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("workers", "last"), [(1, [6, 6]), (2, [3, 4, 3, 1, 1])])
 def test_small_runs_fill_jobs_as_long_as_the_others_have_work(tmp_path, new_traces, workers, last):
     for number in range(24):
@@ -126,6 +131,7 @@ def _builds(engine):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ended_last_first", [False, True])
 def test_all_workers_build_a_run_that_would_end_after_the_others(
     tmp_path, fleet, small_pieces, ended_last_first
@@ -137,6 +143,7 @@ def test_all_workers_build_a_run_that_would_end_after_the_others(
     assert {run for runs, is_shared in others for run in runs if not is_shared} == set("bcde")
 
 
+@pytest.mark.slow
 def test_of_equal_runs_one_worker_each_builds_all_but_the_last(tmp_path, new_traces, small_pieces):
     for run in "abc":
         new_traces().load(steps=80, requests=24).write(tmp_path / "runs" / run)
@@ -148,6 +155,7 @@ def test_one_worker_shares_nothing(tmp_path, fleet):
     assert not any(job.is_shared for job in _recorded(fleet, tmp_path / "tables", workers=1).jobs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ended_last_first", [False, True])
 def test_parts_of_the_last_large_run_are_jobs(tmp_path, new_traces, bytes_of, small_pieces, ended_last_first):
     new_traces().load(steps=240, requests=60).write(tmp_path / "run")
@@ -180,6 +188,7 @@ def test_a_part_that_waits_for_a_result_is_asked_for_again():
     assert results == [10, 20, 300]
 
 
+@pytest.mark.slow
 def test_steps_of_stages_are_the_same_in_parts(tmp_path, bytes_of, small_pieces):
     """These steps are rows of the table only after the requests are joined."""
     run = Path(__file__).parents[2] / "fixtures/sglang/sglang-level3-tp2"
@@ -191,6 +200,7 @@ def test_steps_of_stages_are_the_same_in_parts(tmp_path, bytes_of, small_pieces)
     assert bytes_of(tmp_path / "two") == bytes_of(tmp_path / "one")
 
 
+@pytest.mark.slow
 def test_rejects_of_every_table_are_listed_in_parts(tmp_path, traces, bytes_of, small_pieces):
     """A request departs 100 us before it finishes, which only the rows of `requests` show."""
     for number in range(1, 41):
@@ -206,6 +216,7 @@ def test_rejects_of_every_table_are_listed_in_parts(tmp_path, traces, bytes_of, 
     assert bytes_of(tmp_path / "two") == bytes_of(tmp_path / "one")
 
 
+@pytest.mark.mostly_slow(every=2)
 @pytest.mark.skipif(sys.platform != "linux" or available_cores() < 2, reason="needs two cores of Linux")
 @pytest.mark.parametrize("more", [0, 1])
 def test_workers_have_a_core_each_if_they_have_all_cores(more, monkeypatch):
@@ -231,12 +242,14 @@ def test_workers_start_before_the_first_jobs_are_made(size, started):
         assert len(multiprocessing.active_children()) == started
 
 
+@pytest.mark.slow
 def test_the_order_in_which_jobs_end_changes_nothing(tmp_path, fleet, bytes_of, small_pieces):
     _recorded(fleet, tmp_path / "first", small_pieces)
     _recorded(fleet, tmp_path / "last", small_pieces, ended_last_first=True)
     assert bytes_of(tmp_path / "last") == bytes_of(tmp_path / "first")
 
 
+@pytest.mark.slow
 def test_rejects_count_in_the_order_of_the_file(tmp_path, traces, bytes_of, small_pieces):
     folder = traces.load(steps=120, requests=60).write(tmp_path / "run")
     lines = (folder / "traces.json").read_text().splitlines(keepends=True)
@@ -249,6 +262,7 @@ def test_rejects_count_in_the_order_of_the_file(tmp_path, traces, bytes_of, smal
     assert bytes_of(tmp_path / "last") == bytes_of(tmp_path / "first")
 
 
+@pytest.mark.slow
 def test_a_run_that_fails_leaves_the_others_whole(tmp_path, fleet, new_traces):
     (fleet / "b" / "traces.json").write_text("no trace at all\n")
     result = ingest([fleet], tmp_path / "tables")
@@ -258,6 +272,7 @@ def test_a_run_that_fails_leaves_the_others_whole(tmp_path, fleet, new_traces):
     assert TableStore(tmp_path / "tables").runs() == ["a", "c", "d", "e"]
 
 
+@pytest.mark.slow
 def test_two_runs_of_one_name_are_numbered_as_read_in_turn(tmp_path, new_traces):
     for number, folder in enumerate(("x/run", "y/run"), start=1):
         new_traces().request(number, 0, step=1).write(tmp_path / folder)
@@ -274,6 +289,7 @@ class _Notes(NullProgress):
         self.notes.append(text)
 
 
+@pytest.mark.slow
 def test_progress_counts_runs_and_workers(tmp_path, fleet):
     progress = _Notes()
     ingest([fleet], tmp_path / "tables", workers=1, progress=progress)

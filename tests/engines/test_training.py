@@ -59,6 +59,7 @@ def test_two_workers_build_the_timelines_that_ingest_builds(tables):
             assert frames["requests"].equals(store.read("requests", [run_id]))
 
 
+@pytest.mark.slow
 def test_workers_get_small_runs_together_and_each_gets_some(tables):
     jobs = []
 
@@ -77,6 +78,7 @@ def test_workers_get_small_runs_together_and_each_gets_some(tables):
         assert [len(runs) for runs in jobs] == expected
 
 
+@pytest.mark.slow
 def test_very_many_requests_are_sampled_for_training(tmp_path, monkeypatch):
     """Half of the requests have a span: why the steps cannot be counted is judged by all of them."""
     run = synth(SynthOptions(name="half", form="stock", requests=400, journey_sampling=0.5))
@@ -92,6 +94,7 @@ def test_very_many_requests_are_sampled_for_training(tmp_path, monkeypatch):
     assert f"{frames.requests.height} of {read} requests are trained on" in deployment["notes"][0]
 
 
+@pytest.mark.slow
 def test_a_table_that_is_gone_is_one_line(tables, tmp_path):
     (part,) = (tables / "timeline" / "run_id=b").iterdir()
     part.unlink()

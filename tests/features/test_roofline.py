@@ -258,6 +258,7 @@ def _by_formula(name, formulas, row):
     return known(computation(node)({n: _by_formula(n, formulas, row) for n in names_in(node)}))
 
 
+@pytest.mark.mostly_slow(every=5)
 @pytest.mark.parametrize(
     ("config", "tp"),
     [("llama-2-70b", 4), ("deepseek-v3", 2), ("qwen3-30b-a3b", 2), ("gemma-2-9b", 2), ("gpt-oss-20b", 1)],

@@ -117,6 +117,7 @@ def _batches_with_a_slow_kernel():
     return splits.split_by_time(add_features(rows, BUILT_IN["line+sizes"], {}))
 
 
+@pytest.mark.slow
 def test_a_kernel_that_is_slow_at_some_sizes_corrects_the_line():
     rows = _batches_with_a_slow_kernel()
     options = FitOptions(reference=False, signs=Signs("declared", intercept=True), relative=True)
@@ -182,6 +183,7 @@ def test_corrections_are_chosen_where_they_help(error, chosen):
     assert _chosen(_set(5.0, 5.0), plain, sizes) == chosen
 
 
+@pytest.mark.mostly_slow(every=3)
 @pytest.mark.parametrize(("request_us", "slot_us"), [(40, 30), (70, 0), (0, 70)])
 def test_an_empty_slot_costs_between_nothing_and_a_request(request_us, slot_us):
     """Batches of 1 to 32 run at multiples of 8: part of the time goes by requests, part by slots, and both parts are found."""
@@ -287,6 +289,7 @@ def test_every_third_tenth_of_the_time_is_held_out():
     assert errors.mape_pct == pytest.approx(100 * (1 - 1 / 1.2), rel=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("gpu", "compete"), [("H100", set()), (None, {"power", "work_max"})])
 def test_sets_of_machines_without_a_gpu_do_not_compete_on_one(tmp_path, gpu, compete):
     """A GPU is bound by its memory and then by compute: no larger batch is cheaper per request."""

@@ -82,6 +82,7 @@ def test_the_expectation_is_published_with_its_error(trained):
     assert "| `alpha.admission`, expectation |" in (trained / "report.md").read_text()
 
 
+@pytest.mark.slow
 def test_bursts_are_named_and_do_not_move_the_api_work(tmp_path, new_traces, monkeypatch):
     """Thirty requests at once are named in the report; the work is that of the requests outside the burst."""
     trace = new_traces().load()

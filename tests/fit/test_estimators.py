@@ -286,6 +286,7 @@ def _intervals(seed, *, n=150, memory=0.0, blocks=15, chosen=False):
     return [intercept, *slopes]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chosen", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_intervals_of_95_percent_hold_the_truth_about_that_often(chosen):
     """200 runs whose noise remembers half of the step before; also with the penalty that validation chooses."""

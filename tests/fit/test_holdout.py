@@ -136,6 +136,7 @@ def test_a_change_of_the_machine_is_measured_at_equal_batches(change):
     assert two_sd == pytest.approx(2 * 1.25 * 2 / np.sqrt(400) * np.sqrt(2), rel=0.4)
 
 
+@pytest.mark.mostly_slow(every=4)
 @pytest.mark.parametrize(("change", "drifting"), [(0.9, True), (1.0, False), (1.01, False), (1.08, True)])
 def test_only_a_change_of_speed_is_a_drift(change, drifting):
     """Batches of the hold-out are larger by 15 requests on average, (1000 + 350) / (1000 + 200): a change of load."""

@@ -49,6 +49,7 @@ def slope(rows):
 SLOW_WHILE_BUSY = ([3, 12, 3, 3, 12, 3, 3, 12, 3, 12], [1.0, 1.3, 1.0, 1.0, 1.3, 1.0, 1.0, 1.0, 1.2, 0.9])
 
 
+@pytest.mark.slow
 def test_a_machine_that_is_slow_while_it_is_busy_does_not_make_a_request_dear():
     rows = recorded(*SLOW_WHILE_BUSY)
     adjusted, found = with_speed(rows, BATCH)

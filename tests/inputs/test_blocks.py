@@ -67,6 +67,7 @@ def test_an_empty_file_holds_nothing(read, data):
     assert (found.payloads, found.rejects) == ([], [])
 
 
+@pytest.mark.mostly_slow(every=5)
 @pytest.mark.parametrize(
     "data",
     [
@@ -92,6 +93,7 @@ def test_a_document_that_is_too_long_is_one_line_of_advice(otlp, read):
     assert (reject.source_offset, reject.length) == (0, len(data))
 
 
+@pytest.mark.mostly_slow(every=3)
 @pytest.mark.parametrize("shape", ["lines", "framed protobuf", "bare protobuf"])
 def test_a_record_that_is_too_long_is_one_reject(otlp, read, shape):
     make = otlp.text if shape == "lines" else otlp.message
@@ -185,6 +187,7 @@ HOSTILE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "unit",
     [

@@ -156,6 +156,7 @@ def test_a_length_before_zstd_that_lies_costs_nothing(size):
     assert read(records(1) + lying + records(1, 2)) == (lines(0, 3), [])
 
 
+@pytest.mark.mostly_slow(every=2)
 @pytest.mark.parametrize("bad", [b"\0\0\0\4\x28\xb5\x2f\xfd", b"\0\0\0\7\x28\xb5\x2f\xfd\x08xx"])
 def test_frames_of_nothing_by_the_million_are_one_counted_gap(bad):
     items = list(pieces(io.BytesIO(records(1) + bad * 1_000_000 + records(1, 1))))

@@ -143,6 +143,7 @@ def test_json_in_a_string_does_not_make_protobuf_json(inspect, otlp, shape):
     assert str(inspect(data)) == WORDS[shape]
 
 
+@pytest.mark.slow
 def test_a_head_is_enough(tmp_path, otlp):
     """A first record of 40 MB is known by its keys."""
     (tmp_path / "traces.json").write_bytes(otlp.text(name="x" * (40 << 20)))
@@ -153,6 +154,7 @@ def test_a_head_is_enough(tmp_path, otlp):
     assert 0 < sum(files.sizes) <= 16 << 20
 
 
+@pytest.mark.mostly_slow(every=3)
 @pytest.mark.parametrize(
     "begins",
     [

@@ -190,6 +190,7 @@ def test_junk_in_a_bare_message_costs_one_record(otlp):
 TINY = {"framed": b"\0\0\0\2\x0a\0", "bare": b"\x0a\0", "lines": b"{}\n"}
 
 
+@pytest.mark.mostly_slow(every=2)
 @pytest.mark.parametrize("shape", ["framed", "bare"])
 def test_tiny_messages_by_the_million_are_few_records(otlp, shape):
     one = wrap(shape, otlp.message())

@@ -274,6 +274,7 @@ def test_frames_and_rows_agree(formula):
     compute(formula)
 
 
+@pytest.mark.slow
 @given(text=st.text(max_size=60))
 def test_any_text_is_computed_or_refused(text):
     try:

@@ -40,6 +40,7 @@ EVERYWHERE = sorted({key for key, events in _EVENTS_OF.items() if events > 1} | 
 
 
 @pytest.mark.slow
+@pytest.mark.mostly_campaign(every=6)
 @pytest.mark.parametrize(("event", "key"), _attributes())
 def test_a_run_without_an_attribute_goes_through_run(odd, root, tmp_path, event, key):
     """The other commands read what it wrote; those below try them."""
@@ -50,6 +51,7 @@ def test_a_run_without_an_attribute_goes_through_run(odd, root, tmp_path, event,
 
 
 @pytest.mark.slow
+@pytest.mark.mostly_campaign(every=4)
 @pytest.mark.parametrize("key", EVERYWHERE)
 def test_commands_work_without_an_attribute(odd, root, tmp_path, key):
     run = odd.run("preempted and aborted", root)
@@ -60,13 +62,15 @@ def test_commands_work_without_an_attribute(odd, root, tmp_path, key):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(8))
-def test_a_run_without_ten_attributes_goes_through_every_command(odd, root, tmp_path, seed):
+def test_a_run_without_ten_attributes_goes_through_run(odd, root, tmp_path, seed):
+    """The first goes through the other commands too."""
     run = odd.run("preempted and aborted", root)
     for pair in random.Random(seed).sample(_attributes(), 10):
         run.strip(*pair)
-    odd.through(run.write(tmp_path / "odd"), tmp_path)
+    odd.through(run.write(tmp_path / "odd"), tmp_path, **({"commands": ()} if seed else {}))
 
 
+@pytest.mark.mostly_slow(every=3)
 @pytest.mark.parametrize(
     ("event", "key", "named", "flag"),
     [
@@ -101,6 +105,7 @@ def test_model_names_its_missing_events(odd, root, tmp_path):
     assert "--enable-journey-tracing" in missing["remedy"]
 
 
+@pytest.mark.slow
 def test_step_model_names_its_missing_attribute(odd, root, tmp_path):
     run = odd.run("busy", root)
     run.strip(dialects.STEP_EVENT, "step.ts_start_ns")

@@ -85,6 +85,7 @@ def test_more_layouts_than_are_looked_for_are_read_all_the_same(otlp, column_of)
     assert column_of(lists * 30) == list(range(100)) * 30
 
 
+@pytest.mark.mostly_slow(every=2)
 def test_layouts_of_one_event_each(otlp, column_of):
     lists = [
         [otlp.attribute("k", intValue=str(n))] + [otlp.attribute("x", boolValue=True)] * n for n in range(200)
@@ -92,6 +93,7 @@ def test_layouts_of_one_event_each(otlp, column_of):
     assert column_of(lists) == list(range(200))
 
 
+@pytest.mark.mostly_slow(every=4)
 def test_long_strings(otlp, column_of, times):
     strings = ["", "x" * 7, "x" * 8, "x" * 127, "x" * 128, "é" * 300, "x" * 4095, "x" * 4097, "y" * 70_000]
     assert (
@@ -100,6 +102,7 @@ def test_long_strings(otlp, column_of, times):
     )
 
 
+@pytest.mark.mostly_slow(every=4)
 def test_numbers_of_every_length(otlp, column_of, times):
     numbers = [0, *(sign * (10**n + d) for n in range(19) for d in (-1, 0, 1) for sign in (1, -1))]
     numbers += [2**63 - 1, -(2**63), -(2**63) + 1, 2**53 + 1]

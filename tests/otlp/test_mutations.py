@@ -154,6 +154,7 @@ SHARES = {
 }
 
 
+@pytest.mark.mostly_slow(every=6)
 @pytest.mark.parametrize("shape", SHARES)
 def test_damage_costs_no_record_that_it_does_not_touch(otlp, shape):
     _mutate(otlp, shape, round(FEW * SHARES[shape]), random.Random(shape))

@@ -24,6 +24,7 @@ SHAPES = (
 whole_files = settings.get_profile("whole-files")
 
 
+@pytest.mark.mostly_slow(every=6)
 @settings(whole_files, max_examples=max(2, whole_files.max_examples // 10))
 @given(data=st.data())
 @pytest.mark.parametrize("shape", SHAPES)
@@ -60,6 +61,7 @@ def test_slow_path_reads_what_the_fast_path_reads(otlp, data):
     assert found.content == usual.content
 
 
+@pytest.mark.mostly_slow(every=2)
 @whole_files
 @given(data=st.data())
 @pytest.mark.parametrize("shape", ["lines", "framed protobuf"])
@@ -73,6 +75,7 @@ def test_blocks_of_any_size_hold_the_same_spans(otlp, shape, data):
     assert [span["source_offset"] for span in cut.spans] == [span["source_offset"] for span in whole.spans]
 
 
+@pytest.mark.mostly_slow(every=2)
 @whole_files
 @given(data=st.data())
 @pytest.mark.parametrize("shape", ["lines", "framed protobuf"])

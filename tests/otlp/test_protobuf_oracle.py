@@ -201,6 +201,7 @@ def check(otlp, payloads, records, *, is_whole):
                 }
 
 
+@pytest.mark.slow
 @whole_files
 @given(data=st.data())
 def test_records_of_all_kinds(otlp, data):
@@ -208,6 +209,7 @@ def test_records_of_all_kinds(otlp, data):
     check(otlp, [otlp.to_protobuf(record) for record in records], records, is_whole=True)
 
 
+@pytest.mark.slow
 @whole_files
 @given(data=st.data(), seed=st.integers(0, 2**32), rate=st.sampled_from([0.01, 0.05, 0.3]))
 def test_records_written_in_unusual_ways(otlp, data, seed, rate):
@@ -217,6 +219,7 @@ def test_records_written_in_unusual_ways(otlp, data, seed, rate):
     check(otlp, payloads, records, is_whole=True)
 
 
+@pytest.mark.slow
 @whole_files
 @given(data=st.data(), seed=st.integers(0, 2**32))
 def test_damaged_records(otlp, data, seed):

@@ -115,6 +115,7 @@ def test_a_command_line_or_a_log_is_read_of_vllm(lib, start, config_of, tmp_path
     assert json.loads((tmp_path / "runs" / "vllm" / "config.json").read_text()) == config
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [

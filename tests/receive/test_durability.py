@@ -307,6 +307,7 @@ def test_receiver_on_a_small_disk_goes_on_when_there_is_room(lib, start, small_d
     assert sorted(sent) == numbers_in(lib, small_disk)
 
 
+@pytest.mark.slow
 def test_record_cut_by_a_kill_is_one_reject(tmp_path, new_traces):
     store = TraceStore(tmp_path / "runs", rotation=Rotation())
     store.commit([SenderSpans(SENDER, new_traces().request(1, 0, step=1).protobuf(), 2)])
@@ -519,6 +520,7 @@ def test_plain_name_is_kept():
     assert folder_name("7b8b12f1-d6ca-4761-95c1-357ffa2c3a31") == "7b8b12f1-d6ca-4761-95c1-357ffa2c3a31"
 
 
+@pytest.mark.slow
 def test_inspect_reads_a_service_named_manifest_json(tmp_path, new_traces):
     """A folder with a manifest.json is a folder of tables."""
     store = store_at(tmp_path)

@@ -92,6 +92,7 @@ def run_folder(tmp_path, endpoint):
     return tmp_path / endpoint.removeprefix("tcp://").replace(":", "-")
 
 
+@pytest.mark.mostly_slow(every=2)
 @pytest.mark.parametrize("encode", [maps, arrays])
 def test_two_publishers_make_two_runs(publishing, tmp_path, encode):
     async def body():

@@ -463,6 +463,7 @@ def test_both_ports_speak_tls_with_a_certificate(lib, tmp_path, certificate):
     assert len(lib.span_ids(tmp_path)) == 2
 
 
+@pytest.mark.mostly_slow(every=4)
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.5", "example.com"])  # noqa: S104
 def test_an_address_beyond_this_machine_needs_tls_or_a_word(host, certificate):
     cert, key = certificate

@@ -90,6 +90,7 @@ def test_more_is_written_on_request(secret):
     assert len(other.events) == 0
 
 
+@pytest.mark.slow
 def test_other_spans_are_counted_as_in_a_file(secret, tmp_path):
     (part,) = at_once(PrivacyFilter().by_sender(secret, Observed()))
     store = TraceStore(tmp_path / "received", rotation=Rotation())
@@ -276,6 +277,7 @@ def test_an_attribute_that_is_a_list_of_millions_is_not_unfolded(monkeypatch):
     assert (part.spans, keys(event.attributes), parsed) == (1, ["step.id"], [])
 
 
+@pytest.mark.mostly_slow(every=2)
 @pytest.mark.parametrize("stated", [50 << 20, 10])
 def test_gzip_is_decompressed_as_far_as_it_says(stated):
     """Fifty MiB that say so, or that they are ten bytes: neither is decompressed."""

@@ -116,6 +116,7 @@ def test_an_older_inference_perf_has_lengths_and_times_beside_each_other(tmp_pat
     assert older.steps.height
 
 
+@pytest.mark.slow
 def test_first_and_last_tokens_of_all_requests_give_the_steps(tmp_path):
     tracefit.run(FIXTURES / "guidellm", out=tmp_path / "out", options=tracefit.TrainOptions(fast=True))
     models = tracefit.load(tmp_path / "out")
@@ -127,6 +128,7 @@ def test_first_and_last_tokens_of_all_requests_give_the_steps(tmp_path):
     assert predicted == pytest.approx([15_500, 16_500, 17_500], rel=0.04)
 
 
+@pytest.mark.slow
 def test_requests_without_prompt_lengths_are_not_counted(tmp_path):
     plan = clients.planned()
     for request in plan:
@@ -331,6 +333,7 @@ def test_a_request_log_gives_the_engine_s_durations(tmp_path):
         assert row["gen_ai.latency.time_to_first_token"] == pytest.approx(first, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_the_soonest_queued_of_a_log_has_no_admission(tmp_path):
     (tmp_path / "run").mkdir()
     lines = [json.loads(line) for line in clients.request_log(clients.planned(40)).splitlines()]

@@ -81,6 +81,7 @@ def decoded(content, *, block_bytes=1 << 20):
 # -- every encoding --------------------------------------------------------------------------------------
 
 
+@pytest.mark.mostly_slow(every=8)
 @pytest.mark.parametrize("compress", [None, "gzip", "zstd"])
 @pytest.mark.parametrize("kind", WRITERS)
 def test_a_record_becomes_a_step_with_its_contexts_and_its_time(ingested, kind, compress):
@@ -120,6 +121,7 @@ def test_a_record_becomes_a_step_with_its_contexts_and_its_time(ingested, kind, 
     assert {name: step[name] for name in wanted} == wanted
 
 
+@pytest.mark.slow
 def test_two_workers_with_one_id_are_left_out_of_one_file_and_told_apart_by_two(tmp_path, ingested):
     first = json_lines(steady(100, first=1), begin_ns=1_700_000_000_000_000_000)
     second = json_lines(steady(100, first=5_000), begin_ns=1_700_000_000_000_000_000)
@@ -137,6 +139,7 @@ def test_two_workers_with_one_id_are_left_out_of_one_file_and_told_apart_by_two(
     ]
 
 
+@pytest.mark.slow
 def test_the_receipt_gives_wall_clock_time(ingested):
     lines = json_lines([record(1, 0.5, **BUSY), record(2, 0.25, **BUSY)], begin_ns=1_700_000_000_000_000_000)
     tables = ingested(b"".join(lines))
@@ -169,6 +172,7 @@ def test_standard_input_may_be_a_recording():
         assert inspect_file(file).recording is fpm.FORMAT
 
 
+@pytest.mark.slow
 def test_known_files_are_not_decoded_again_and_grown_ones_are(ingested, monkeypatch):
     lines = json_lines(steady(10))
     assert ingested(b"".join(lines[:6]))["steps"].height == 6
@@ -181,6 +185,7 @@ def test_known_files_are_not_decoded_again_and_grown_ones_are(ingested, monkeypa
     assert ingested(b"".join(lines))["steps"].height == 10
 
 
+@pytest.mark.slow
 @settings(max_examples=20)
 @given(
     kind=st.sampled_from(list(WRITERS)),
@@ -246,6 +251,7 @@ def test_a_counter_that_starts_again_is_a_new_epoch(ingested):
 # -- damage ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.mostly_slow(every=5)
 @pytest.mark.parametrize("kind", WRITERS)
 def test_record_of_another_version_is_a_reject(ingested, kind):
     if kind == "csv":
@@ -270,6 +276,7 @@ def _changed(kind, value, field="sum_prefill_tokens"):
     return WRITERS[kind]([one])[-1]
 
 
+@pytest.mark.mostly_slow(every=10)
 @pytest.mark.parametrize("kind", WRITERS)
 @pytest.mark.parametrize(
     ("field", "value"),
@@ -350,6 +357,7 @@ COMPRESSED = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd")
 """First bytes of gzip and zstd: a file that begins with them is a compressed one."""
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(
     kind=st.sampled_from(list(WRITERS)),
@@ -373,6 +381,7 @@ def test_damage_in_one_place_costs_the_records_it_touches(kind, where, removed, 
     assert {*range(1, 21)} - {*damaged} <= {*steps["step_id"]}
 
 
+@pytest.mark.slow
 @settings(max_examples=100)
 @given(content=st.binary(max_size=400), kind=st.sampled_from(["json", "csv", "msgpack"]))
 def test_bytes_that_are_no_records_are_rejects(content, kind):
@@ -417,6 +426,7 @@ def drawn(count, **fields):
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["vllm", "sglang"])
 def test_a_table_alone_gives_a_model_of_steps_in_their_order(tmp_path, backend):
     folder = tmp_path / "one"
@@ -451,6 +461,7 @@ def test_a_table_alone_gives_a_model_of_steps_in_their_order(tmp_path, backend):
     assert words in page
 
 
+@pytest.mark.slow
 def test_the_same_records_in_two_runs_train_once(tmp_path):
     for name in ("one", "two"):
         folder = tmp_path / "runs" / name
@@ -494,6 +505,7 @@ def in_unit(lines, *, wall=1.0, received=1):
         yield json.dumps(line).encode() + b"\n"
 
 
+@pytest.mark.mostly_slow(every=2)
 @pytest.mark.parametrize(
     ("wall", "received", "column", "fault"),
     [
@@ -516,6 +528,7 @@ def test_times_in_another_unit_than_the_receipts_are_left_out(wall, received, co
     assert not steps[column].count()
 
 
+@pytest.mark.mostly_slow(every=2)
 @pytest.mark.parametrize("together", [1, 50])
 def test_receipts_in_batches_are_no_other_unit(together, tmp_path):
     lines = json_lines(busy(200))
@@ -569,6 +582,7 @@ def test_a_run_whose_every_step_is_impossible_is_an_error_of_the_data(tmp_path):
         stored(tmp_path, json_lines([record(n, 0.01, num_decode_requests=2**35) for n in range(9)]))
 
 
+@pytest.mark.mostly_slow(every=4)
 @pytest.mark.parametrize(("factor", "shown"), [(1e3, "10 s"), (1e-3, "1e-05 s")])
 @pytest.mark.parametrize("write", [csv_lines, maps])
 def test_times_that_no_step_takes_are_left_out_where_records_have_no_receipt(write, factor, shown, tmp_path):
@@ -584,6 +598,7 @@ def test_times_that_no_step_takes_are_left_out_where_records_have_no_receipt(wri
     assert (steps.height, steps["cycle_us"].count()) == (200, 0)
 
 
+@pytest.mark.mostly_slow(every=2)
 @pytest.mark.parametrize("factor", [300.0, 0.02])
 def test_slow_and_fast_servers_have_their_times(factor, tmp_path):
     records = [one | {"wall_time": one["wall_time"] * factor} for one in busy(200, idle_every=1000)]

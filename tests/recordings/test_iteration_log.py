@@ -175,6 +175,7 @@ def test_a_log_is_found_by_its_content_in_any_name(tmp_path, compress):
 # -- the clock ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_time_between_lines_is_of_the_later_step(ingested):
     tables = ingested(line(0) + line(1, AT + 0.010) + line(2, AT + 0.025) + line(3, AT + 0.027))
     timeline = tables["timeline"]
@@ -204,6 +205,7 @@ def test_steps_within_a_whole_second_are_one_interval(ingested):
     assert found.rows() == [(step, "log_interval", 10, 100_000.0) for step in (5, 15, 25)]
 
 
+@pytest.mark.slow
 def test_elapsed_times_that_add_up_are_used(ingested):
     # 90 and 110 ms in turn.
     texts = [FORMS["default"](message(step, elapsed_ms=100.0 + 10 * (-1) ** step)) for step in range(40)]
@@ -230,6 +232,7 @@ def steps_of(waits_us, seconds_from=0.3):
     return "\n".join(texts) + "\n", times_us
 
 
+@pytest.mark.slow
 def test_waits_and_the_work_between_them_divide_whole_seconds(ingested):
     text, times_us = steps_of(None)
     timeline = ingested(text)["timeline"]
@@ -248,11 +251,13 @@ def test_waits_and_the_work_between_them_divide_whole_seconds(ingested):
     )
 
 
+@pytest.mark.slow
 def test_waits_of_almost_nothing_leave_whole_seconds_as_they_are(ingested):
     timeline = ingested(steps_of(50)[0])["timeline"]
     assert set(timeline["cycle_source"].drop_nulls()) == {"log_interval"}
 
 
+@pytest.mark.mostly_slow(every=6)
 @pytest.mark.parametrize("elapsed_ms", [9.0, 0.02], ids=["waits", "asynchronous"])
 @pytest.mark.parametrize("hours", [1, 1 / 60, -1])
 def test_a_jump_of_the_clock_is_no_step(ingested, elapsed_ms, hours):
@@ -281,6 +286,7 @@ def test_a_jump_of_the_clock_is_no_step(ingested, elapsed_ms, hours):
 CHUNK, NEW = (1, 2048, 0, 0), (1, 50, 0, 0)
 
 
+@pytest.mark.mostly_slow(every=4)
 @pytest.mark.parametrize(
     ("before", "gap_s", "is_jump"),
     [(CHUNK, 100.0, True), (CHUNK, 3600.0, True), (NEW, 100.0, False), (NEW, 3000.0, False)],
@@ -300,6 +306,7 @@ def test_a_jump_between_the_chunks_of_a_prompt_is_no_pause(ingested, before, gap
     )
 
 
+@pytest.mark.mostly_slow(every=3)
 @pytest.mark.parametrize("gap_s", [1800.0, 3600.0, 5 * 3600 + 1800.0])
 def test_a_gap_of_whole_half_hours_may_be_a_jump(ingested, gap_s):
     texts = [line(step, AT + step / 100 + gap_s * (step >= 60)) for step in range(120)]
@@ -314,6 +321,7 @@ def test_a_gap_of_whole_half_hours_may_be_a_jump(ingested, gap_s):
     assert tables["result"].exit_code == 3
 
 
+@pytest.mark.mostly_slow(every=2)
 @pytest.mark.parametrize("back_s", [10.0, 3600.0])
 def test_two_halves_of_a_log_do_not_meet_where_the_clock_was_set_back(ingested, back_s):
     """At the end of daylight saving the second half has the times of the first."""
@@ -324,6 +332,7 @@ def test_two_halves_of_a_log_do_not_meet_where_the_clock_was_set_back(ingested, 
     assert len(tables["timeline"]["cycle_us"].drop_nulls()) == 297
 
 
+@pytest.mark.mostly_slow(every=2)
 @pytest.mark.parametrize("elapsed_ms", [100.0, 1.0])
 def test_a_jump_of_whole_seconds_is_no_step(ingested, elapsed_ms):
     """With waits that add up, each step has its own time, but that at the jump."""
@@ -340,6 +349,7 @@ def test_a_jump_of_whole_seconds_is_no_step(ingested, elapsed_ms):
     assert tables["runs"]["implausible"].is_not_null().all()
 
 
+@pytest.mark.slow
 def test_a_restart_is_an_epoch_and_engines_are_apart(ingested):
     first = "".join(line(step, AT + step / 100) for step in range(20))
     again = "".join(line(step, AT + 60 + step / 100) for step in range(20))
@@ -385,6 +395,7 @@ def prefixed(kind, name, pid=1):
     return PREFIXES[kind][0].format(name, pid)
 
 
+@pytest.mark.mostly_slow(every=7)
 @pytest.mark.parametrize("kind", PREFIXES)
 def test_servers_of_one_log_are_told_apart_by_what_is_before_their_lines(ingested, kind):
     pairs = [
@@ -426,6 +437,7 @@ def interleaved(ahead, *, a=200, b=200, turn=1):
     return "".join(texts)
 
 
+@pytest.mark.mostly_slow(every=7)
 @pytest.mark.parametrize(
     ("ahead", "turn"), [(0, 1), (1, 1), (5, 1), (60, 1), (100_000, 1), (70_000, 20), (0, 20)]
 )
@@ -446,6 +458,7 @@ def test_steps_of_two_engines_with_one_name_are_left_out(tmp_path, ingested, tra
     assert "two engines share a name in one file); give one file each" in stderr
 
 
+@pytest.mark.slow
 def test_two_engines_with_one_file_each_are_two_servers(ingested):
     """Lines of the second log were rotated away to a third file, and a part of them is in both."""
     first = "".join(line(step, AT + step / 100) for step in range(100))
@@ -458,6 +471,7 @@ def test_two_engines_with_one_file_each_are_two_servers(ingested):
     assert tables["result"].runs[0].duplicate_spans == 10
 
 
+@pytest.mark.mostly_slow(every=8)
 @pytest.mark.parametrize(
     "logs",
     [
@@ -515,6 +529,7 @@ def test_a_cut_line_costs_itself_alone(ingested):
     assert tables["runs"]["lost_steps"].to_list() == [2]
 
 
+@pytest.mark.slow
 def test_absurd_numbers_are_rejects(ingested):
     text = "".join(line(step, AT + step / 100) for step in range(20))
     odd = [
@@ -538,6 +553,7 @@ def test_a_line_of_any_length_is_bounded_in_time():
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=50)
 @given(
     steps=st.lists(st.tuples(*[st.integers(0, 2**40)] * 5, st.integers(0, 10**8)), min_size=1, max_size=20),
@@ -560,6 +576,7 @@ def test_what_is_written_is_read_whatever_is_around_it(steps, noise, form, cut):
 # -- the command line ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_inspect_of_a_piped_log_says_what_it_lacks():
     content = b"".join(line(step, AT + step / 100).encode() for step in range(80))
     code = "from tracefit.cli import main; main()"
@@ -573,6 +590,7 @@ def test_inspect_of_a_piped_log_says_what_it_lacks():
     assert "the log does not have them; spans of the same requests" in shown
 
 
+@pytest.mark.slow
 def test_log_with_spans_of_another_server_asks_for_no_spans(tmp_path):
     for form, seed in (("log", 5), ("stock", 6)):
         options = SynthOptions(name=form, form=form, seed=seed, requests=60)

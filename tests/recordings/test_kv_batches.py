@@ -299,6 +299,7 @@ def _random_event(rng):
     return [kind, *fields]
 
 
+@pytest.mark.mostly_slow(every=2)
 @pytest.mark.parametrize("encoding", ["json", "msgpack"])
 def test_every_event_is_a_row_or_a_reject_whatever_it_is(read, encoding):
     """Property: over random events, whole and odd, nothing is lost and nothing raises; damage is a reject."""

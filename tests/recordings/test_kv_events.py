@@ -215,6 +215,7 @@ def test_good_messages_between_bad_ones_are_kept(read):
     assert (steps, len(rejects)) == (list(range(20)), 20)
 
 
+@pytest.mark.mostly_slow(every=3)
 @pytest.mark.parametrize("write", [_lines, _messages, _framed])
 def test_no_damage_raises_and_what_is_apart_from_it_is_kept(read, write):
     """Property: of 20 batches one is changed at random; the others come back."""

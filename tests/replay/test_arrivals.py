@@ -111,6 +111,7 @@ def test_rounds_with_pauses_are_stretches():
     assert not burstiness([arrival_ns]).differs
 
 
+@pytest.mark.slow
 def test_fifty_thousand_arrivals_are_cut():
     """Rounds of 44 gaps are the most stretches that so many arrivals have, about."""
     gaps = np.random.default_rng(0).exponential(1, 50_000)

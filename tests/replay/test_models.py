@@ -114,6 +114,7 @@ def test_replay_of_a_generated_run_is_close(tmp_path):
     assert errors["ttft_p90_us"] < 10
 
 
+@pytest.mark.slow
 def test_no_scheduler_but_the_replays_is_outside_the_generator():
     """Whatever its names: a scheduler takes requests from a queue in a loop until a limit of the server is reached."""
     limits = {"max_num_seqs", "max_num_batched_tokens", "num_blocks", "num_gpu_blocks"}
@@ -195,6 +196,7 @@ def test_request_that_left_the_queue_loads_nothing():
     assert rows.select(gone=_gave_up())["gone"].to_list() == [False, True, False, False, False]
 
 
+@pytest.mark.slow
 def test_a_replay_is_without_the_prompts_of_clients_who_left(tmp_path):
     """A third of the held-out requests once more, as if their clients had left the queue."""
     folder = write_run(synth(SynthOptions(name="r", requests=200, abort_fraction=0.0)), tmp_path)
@@ -215,6 +217,7 @@ def test_a_replay_is_without_the_prompts_of_clients_who_left(tmp_path):
     assert found[0] == found[1]
 
 
+@pytest.mark.slow
 def test_a_machine_of_another_speed_is_replayed_at_it_too(tmp_path):
     """Step times a fifth longer than the model's: an ITL, which is nothing but steps, is a fifth longer, or more as batches grow."""
     folder = write_run(synth(SynthOptions(name="r", requests=200, abort_fraction=0.0)), tmp_path)
@@ -293,6 +296,7 @@ def test_tokens_that_no_step_computes_are_cached():
     assert _with_hits(alone, steps.lazy())["cached_prompt_tokens"].to_list() == [235, 35, 135, 0]
 
 
+@pytest.mark.slow
 def test_client_requests_are_replayed_on_server_steps(tmp_path):
     run = synth(
         SynthOptions(
@@ -325,6 +329,7 @@ def test_client_requests_are_replayed_on_server_steps(tmp_path):
     assert "ms around the engine" in found.notes[-1]
 
 
+@pytest.mark.slow
 def test_replay_of_client_requests_has_no_queue(tmp_path):
     folder = write_run(synth(SynthOptions(form="guidellm", requests=200, abort_fraction=0.0)), tmp_path)
     package.run([folder], tmp_path / "out", options=package.TrainOptions(fast=True))
@@ -338,6 +343,7 @@ def _percentiles_us(rows, name):
     return [float(np.percentile(rows[f"{name}_us"].to_numpy(), q)) for q in (50, 90, 99)]
 
 
+@pytest.mark.slow
 def test_a_replay_compares_with_the_latencies_that_the_server_states(tmp_path):
     """An unmodified server stamps the outputs of one step one after the other; a counted step has one time."""
     run = synth(SynthOptions(name="r", requests=300, abort_fraction=0.0))

@@ -22,6 +22,14 @@ METRICS = ("n", "mape_pct", "mdape_pct", "mae", "rmse", "r2", "bias_pct", "p90_a
 CHANGED = {"stretch_s": 30.0, "fastest_pct": -8.0, "slowest_pct": 9.0, "holdout_pct": 2.0, "adjusted": True}
 
 
+@pytest.fixture(autouse=True)
+def _fewer_requests(monkeypatch, request):
+    """Replay a twelfth of the requests, except where percentiles must be close: that is the time which a plan takes."""
+    if "truth_at" not in request.fixturenames:
+        replay = Fleet._simulate
+        monkeypatch.setattr(Fleet, "_simulate", lambda *a: replay(*a[:3], max(150, a[3] // 12)))
+
+
 @pytest.fixture
 def constant(tmp_path):
     """Return a coefficient file; `training` is the range of the requests that decode, `ci95` that of the step time."""
@@ -64,6 +72,7 @@ def one(folder, **asked):
     return plan
 
 
+@pytest.mark.slow
 def test_the_largest_rate_is_slots_over_request_time(constant):
     assert one(constant(), rate=100, servers=2).capacity_per_s == pytest.approx(1600)
     twice = one(constant(), rate=100, servers=1, settings={"max_num_seqs": 16})
@@ -87,6 +96,7 @@ def test_a_loose_objective_needs_the_servers_that_keep_up(constant):
     assert one(constant(), rate=1900, servers=2).reason.startswith("the capacity of 2 servers is 1,600 ")
 
 
+@pytest.mark.slow
 def test_servers_are_enough_at_the_high_end(constant, tracefit):
     """A server serves 800 requests a second, and 800 / 1.084 with steps at the end of their 90 % range."""
     model = constant(ci95=(900.0, 1100.0))
@@ -98,6 +108,7 @@ def test_servers_are_enough_at_the_high_end(constant, tracefit):
     assert "4 servers (3 may be enough): the objectives hold" in " ".join(stdout.split())
 
 
+@pytest.mark.slow
 def test_where_no_number_is_sure_the_likely_one_is_said_to_be_so(constant):
     plan = one(constant(ci95=(900.0, 1100.0)), rate=1900, slo_ms={"itl_p99": 1.05})
     assert (plan.servers, plan.servers_likely) == (3, 3)
@@ -126,6 +137,7 @@ def test_the_draw_is_as_uncertain_as_its_parts_differ(alike, sampled, width):
     assert (found.drawn("e2e_p50", high=True) - 1) / 2 == pytest.approx(width, rel=0.35)
 
 
+@pytest.mark.slow
 def test_fewer_servers_than_planned_miss_the_objective(constant):
     objective = {"ttft_p99": 3.0}
     plan = one(constant(), rate=900, slo_ms=objective)
@@ -135,12 +147,14 @@ def test_fewer_servers_than_planned_miss_the_objective(constant):
     assert one(constant(), rate=900, servers=plan.servers_likely - 1, slo_ms=objective).met is not True
 
 
+@pytest.mark.slow
 def test_no_number_of_servers_makes_a_step_shorter(constant):
     result = tracefit.plan(constant(), rate=40, slo_ms={"itl_p50": 0.5}, requests=TEN)
     assert result.exit_code == 1
     assert "itl_p50 is 1 ms, not 0.5" in result.plans[0].reason
 
 
+@pytest.mark.slow
 def test_a_price_is_of_every_gpu_of_a_server(constant):
     plan = one(constant(), rate=100, servers=3, price=3.6)
     # 6 GPUs at a tenth of a cent a second, for 1,000 output and as many prompt tokens.
@@ -148,6 +162,7 @@ def test_a_price_is_of_every_gpu_of_a_server(constant):
     assert plan.cost_per_million_tokens == pytest.approx(3.0)
 
 
+@pytest.mark.slow
 def test_slower_steps_make_the_interval(constant):
     at = one(constant(ci95=(900.0, 1100.0)), rate=20, servers=1).at
     found = at.latency("itl_p50_ms")
@@ -155,6 +170,7 @@ def test_slower_steps_make_the_interval(constant):
     assert (found.low, found.high) == (pytest.approx(0.916, abs=0.01), pytest.approx(1.084, abs=0.01))
 
 
+@pytest.mark.slow
 def test_the_speed_of_the_machine_is_in_every_interval(constant):
     """The 95th percentile of Student's t with 9 degrees of freedom is 1.833: 5 % of speed make a step 9.6 % longer."""
     model = constant(speed={**CHANGED, "stretches": 10, "sd_pct": 5.0})
@@ -168,12 +184,14 @@ def test_the_speed_of_the_machine_is_in_every_interval(constant):
     assert (rates.largest_rate_low, rates.largest_rate_high) == pytest.approx((730, 877), rel=0.02)
 
 
+@pytest.mark.slow
 def test_a_speed_that_did_not_change_is_in_no_interval(constant):
     model = constant(speed={**CHANGED, "stretches": 10, "sd_pct": 1.5, "adjusted": False})
     found = one(model, rate=20, servers=1).at.latency("itl_p50_ms")
     assert (found.low, found.high) == pytest.approx((1.0, 1.0), abs=0.001)
 
 
+@pytest.mark.slow
 def test_beyond_the_training_the_form_is_as_wrong_as_it_was_there(constant):
     """All steps are outside the training: 10 % beyond the load, 1.645 times for an end of 90 %."""
     beyond = {**dict.fromkeys(METRICS), "n": 100, "bias_pct": -10.0, "load": "running_tokens", "cut": 5.0}
@@ -183,6 +201,7 @@ def test_beyond_the_training_the_form_is_as_wrong_as_it_was_there(constant):
     assert one(constant(training=(9, 10)), rate=500, servers=1).at.latency("itl_p50_ms").high < 1.02
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rate", [100, 900, 1500])
 def test_the_largest_rate_does_not_depend_on_the_rate_asked(constant, rate):
     model, objective = constant(ci95=(900.0, 1100.0)), {"ttft_p99": 3.0}
@@ -194,6 +213,7 @@ def test_the_largest_rate_does_not_depend_on_the_rate_asked(constant, rate):
     assert [getattr(beside, end) for end in ends] == [getattr(alone, end) for end in ends]
 
 
+@pytest.mark.slow
 def test_the_largest_rate_of_two_objectives_is_the_smaller_one(constant):
     first, second = {"ttft_p99": 3.0}, {"e2e_p90": 11.5}
     each = [one(constant(), servers=1, slo_ms=slo).largest_rate_per_s for slo in (first, second)]
@@ -202,6 +222,7 @@ def test_the_largest_rate_of_two_objectives_is_the_smaller_one(constant):
         assert one(constant(), servers=1, slo_ms=both).largest_rate_per_s == min(each)
 
 
+@pytest.mark.slow
 def test_a_rate_that_shorter_steps_would_serve_is_answered(constant, tracefit):
     """830 a second are more than the 800 that are likely, and less than the 873 at the low end of the step time."""
     model = constant(ci95=(900.0, 1100.0))
@@ -262,6 +283,7 @@ def several_rates(seed=1):
     return np.concatenate([rng.exponential(1 / rate, 50 * rate) for rate in (40, 200, 80, 320)])
 
 
+@pytest.mark.slow
 def test_several_rates_of_a_recording_are_no_bursts(constant, load_of):
     at = {}
     for arrivals in ("poisson", "traced"):
@@ -273,6 +295,7 @@ def test_several_rates_of_a_recording_are_no_bursts(constant, load_of):
     assert at["traced"] == pytest.approx(at["poisson"], rel=0.35), "within stretches they come at random too"
 
 
+@pytest.mark.slow
 def test_bursts_of_a_recording_are_planned_for(constant, load_of):
     gaps = np.random.default_rng(1).gamma(0.25, 4 / 100, 6000)
     plan = one(constant(), rate=500, servers=1, requests=load_of(gaps))
@@ -283,6 +306,7 @@ def test_bursts_of_a_recording_are_planned_for(constant, load_of):
     assert plan.at.latency("ttft_p99_ms").value > 1.3 * poisson
 
 
+@pytest.mark.slow
 def test_the_first_lines_say_which_arrivals_were_used(constant, load_of, tracefit):
     file, model = load_of(several_rates()).file, constant()
     asked = ("plan", model, "--load", file, "--rate", "20", "--servers", "1")
@@ -305,6 +329,7 @@ def test_traced_arrivals_need_some(constant):
     assert plan.reason.startswith("0 gaps between arrivals at steady rates are known, 50 are needed")
 
 
+@pytest.mark.slow
 def test_an_answer_beyond_the_training_says_so(constant):
     assert not one(constant(), rate=500, servers=1).at.extrapolates
     plan = one(constant(training=(0, 2)), rate=500, servers=1)
@@ -313,6 +338,7 @@ def test_an_answer_beyond_the_training_says_so(constant):
     assert "num_decode_reqs 3 to 8" in plan.notes[0]
 
 
+@pytest.mark.slow
 def test_bursts_wait_longer(constant):
     steady, bursts = (
         one(constant(), rate=500, servers=1, requests=tracefit.LoadOptions(10, 10, shape))
@@ -331,6 +357,7 @@ def test_in_turn_each_server_gets_every_fourth_request(in_turn, spread):
     assert gaps.std() / gaps.mean() == pytest.approx(spread, rel=0.05)
 
 
+@pytest.mark.slow
 def test_requests_in_turn_wait_less(constant):
     waits = [
         one(constant(), rate=2100, servers=3, requests=tracefit.LoadOptions(10, 10, router=router))
@@ -341,6 +368,7 @@ def test_requests_in_turn_wait_less(constant):
     assert "requests go to servers in turn" in waits[1].notes
 
 
+@pytest.mark.slow
 def test_requests_of_a_file(constant, tmp_path):
     rows = pl.DataFrame({"prompt_tokens": [10, 10], "output_tokens": [5, 15]})
     rows.write_csv(tmp_path / "load.csv")
@@ -349,6 +377,7 @@ def test_requests_of_a_file(constant, tmp_path):
     assert plan.capacity_per_s == pytest.approx(800, rel=0.02)
 
 
+@pytest.mark.slow
 def test_what_is_not_known_of_a_step_is_no_step_without_time(constant):
     """The share of KV blocks in use is not known without their number: such steps are not as short as can be."""
     model = constant(feature="kv_usage_ratio")
@@ -364,6 +393,7 @@ def test_plan_without_requests_has_a_reason(constant):
     assert found == f"no requests are traced here; give {options}"
 
 
+@pytest.mark.slow
 def test_folders_are_planned_side_by_side(constant):
     plans = tracefit.plan([constant(), constant(name="other.json")], rate=900, servers=1, requests=TEN).plans
     assert [p.folder.rpartition("/")[2] for p in plans] == ["beta.json", "other.json"]
@@ -415,6 +445,7 @@ def test_wrong_options_are_one_line(constant, tracefit, options, said):
     assert said in stderr
 
 
+@pytest.mark.slow
 def test_a_plan_reads_as_a_sentence(constant, tracefit):
     code, stdout, _ = tracefit(
         *("plan", constant(), "--prompt", "10", "--output", "10", "--rate", "1900", "--slo", "itl_p99=1.5")
@@ -425,6 +456,7 @@ def test_a_plan_reads_as_a_sentence(constant, tracefit):
     assert "note: no run was replayed in a closed loop" in text
 
 
+@pytest.mark.slow
 def test_a_plan_is_drawn_on_a_page(constant, tmp_path):
     pytest.importorskip("plotly")
     page = tmp_path / "plan.html"

@@ -221,6 +221,7 @@ def test_warm_up_without_a_time_is_not_marked():
     assert _marked(figure) == [("warm-up", 2.0, 2.0)]
 
 
+@pytest.mark.mostly_slow(every=2)
 @pytest.mark.parametrize("at", ["figures.deployment.engine_figure", "figures.deployment.rates_figure"])
 def test_a_figure_that_cannot_be_drawn_is_a_line_of_the_report(trained, tmp_path, monkeypatch, tracefit, at):
     def drawn_on(out):

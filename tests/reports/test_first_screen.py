@@ -63,6 +63,7 @@ def test_nobody_sets_an_objective_but_the_user(trained):
     assert "within the objectives" not in text
 
 
+@pytest.mark.slow
 def test_a_line_is_dotted_beyond_the_load_of_the_training(deployment):
     figure = rates_figure(deployment, {"ttft": 30.0})
     points = deployment.rates

@@ -14,6 +14,7 @@ def text_of(tmp_path):
     return lambda trace: inspect_text(inspect([trace.write(tmp_path / "busy")]))
 
 
+@pytest.mark.slow
 def test_run_servers_events_checks_and_allowed_models(traces, text_of):
     traces.load(steps=120, requests=0)
     traces.records[0]["scopeSpans"][0]["spans"][0]["droppedEventsCount"] = 4321
@@ -30,6 +31,7 @@ def test_run_servers_events_checks_and_allowed_models(traces, text_of):
     assert step_time[2:6] == ["yes", "119", "adjacent", "pairs;"]
 
 
+@pytest.mark.slow
 def test_that_nothing_can_be_trained_is_the_last_line(traces, text_of):
     assert text_of(traces.request(1, 0, step=1)).splitlines()[-1] == "Nothing can be trained from this."
 

@@ -158,6 +158,7 @@ def test_a_wrong_objective_is_refused(trained, tmp_path, slo):
         tracefit.report(trained, out=tmp_path, slo_ms=slo)
 
 
+@pytest.mark.slow
 def test_the_report_draws_the_objectives_it_is_given(trained, tmp_path):
     tracefit.report(trained, out=tmp_path, slo_ms={"itl": 3.0})
     text = (tmp_path / "report.html").read_text()

@@ -120,6 +120,7 @@ def test_rows_are_listed_by_run_and_model_with_exclusions(trained, report):
     assert set(rows) == {f"`{name}`" for name in evaluation["models"]}
 
 
+@pytest.mark.slow
 def test_several_deployments_have_their_verdicts_side_by_side(report):
     def change(evaluation):
         (deployment,) = evaluation["deployments"]
@@ -164,6 +165,7 @@ def test_replayed_latencies_are_above_the_errors_of_models(report):
     assert "off at P50 and P90 of TTFT by +5.0 % and +5.0 %" in text.split("##")[0]
 
 
+@pytest.mark.slow
 def test_a_machine_of_several_speeds_is_named(report):
     def change(evaluation, *, adjusted):
         ends = {"fastest_pct": -12.1, "slowest_pct": 4.6, "holdout_pct": -11.1, "adjusted": adjusted}
@@ -180,6 +182,7 @@ def test_a_machine_of_several_speeds_is_named(report):
     assert "several speeds" not in report(lambda evaluation: change(evaluation, adjusted=False))
 
 
+@pytest.mark.slow
 def test_dropped_events_are_shouted(report):
     assert "were dropped" not in report()
 

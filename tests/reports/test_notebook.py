@@ -29,6 +29,7 @@ def result(trained):
     )
 
 
+@pytest.mark.slow
 def test_a_result_draws_the_figures_of_the_report(result):
     figure = result.plot("step-breakdown")
     assert figure.layout.title.text == "What a step costs"
@@ -64,6 +65,7 @@ def test_the_figures_that_the_documentation_names_are_there(result):
     assert len(named) > 8
 
 
+@pytest.mark.slow
 def test_a_deployment_is_chosen_by_a_part_of_its_id_or_a_run(result):
     assert result.plot("timeline", deployment="llama").data == result.plot("timeline", deployment="busy").data
     with pytest.raises(tracefit.UsageError, match="no deployment other"):
@@ -113,6 +115,7 @@ def test_results_of_the_commands_are_shown(result, trained):
         assert one._repr_html_().startswith("<table>")
 
 
+@pytest.mark.slow
 def test_libraries_of_the_extra_are_imported_on_demand():
     package = Path(tracefit.__file__).parent
     libraries, page = ("plotly", "jinja2", "markupsafe"), "tracefit.reports.page"

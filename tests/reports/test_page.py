@@ -361,6 +361,7 @@ main()
 """
 
 
+@pytest.mark.slow
 def test_without_the_extra_there_is_markdown(trained, tmp_path):
     command = [sys.executable, "-c", WITHOUT_EXTRA, "report", trained, "--out", tmp_path, "--json"]
     done = subprocess.run([*map(str, command)], capture_output=True, text=True, check=False)

@@ -97,6 +97,7 @@ def _read(config):
         return error.line()
 
 
+@pytest.mark.slow
 @given(config=configurations(), tp=st.sampled_from([1, 2, 7]))
 def test_an_odd_configuration_is_read_or_refused(config, tp):
     arch = _read(config)

@@ -136,6 +136,7 @@ def test_a_log_given_as_settings_has_the_measured_blocks(tmp_path):
     assert "num_gpu_blocks" not in settings.knobs()
 
 
+@pytest.mark.mostly_slow(every=2)
 @pytest.mark.parametrize(
     ("tokens", "said"),
     [
@@ -181,6 +182,7 @@ def test_odd_lines_cost_themselves(line):
     assert context([line]).settings.max_num_seqs is None
 
 
+@pytest.mark.slow
 def test_a_log_beside_spans_makes_a_run_replayable(tmp_path):
     folder = write_run(synth(SynthOptions(name="r", requests=80, form="stock")), tmp_path)
     for name in ("exp-config.yaml", "run.yaml"):
@@ -220,6 +222,7 @@ def test_only_settings_are_kept_of_the_arguments(tmp_path):
         assert "sk-secret" not in repr(settings)
 
 
+@pytest.mark.slow
 def test_lines_of_a_log_are_bounded(tmp_path):
     """A small compressed file may have any number of lines: the last ones are kept, of so many bytes."""
     line = b"x args: {}\n"

@@ -42,6 +42,7 @@ def written(folder, **options):
     return by_worker, run.truth_steps
 
 
+@pytest.mark.slow
 def test_every_step_with_tokens_has_a_record_of_batch_and_time(tmp_path):
     by_worker, truth = written(tmp_path, seed=3, requests=30, rate_per_s=1.0, servers=2)
     assert len(by_worker) == 2
@@ -86,6 +87,7 @@ def test_fpm_has_no_tracing_settings_and_no_protobuf(tmp_path):
         write_run(run, tmp_path, formats=("protobuf",))
 
 
+@pytest.mark.slow
 def test_planted_coefficients_are_recovered_from_recorded_steps(tmp_path):
     run = synth(SynthOptions(name="planted", form="fpm", seed=21, requests=400, law=LAW))
     folder = write_run(run, tmp_path / "runs")

@@ -12,7 +12,7 @@ from synth.test_fpm import FEATURES, LAW, TRUTH
 from tracefit.synth import SynthOptions, synth, write_run
 
 
-@pytest.fixture(scope="module", params=["log", "log_seconds"])
+@pytest.fixture(scope="module", params=["log", pytest.param("log_seconds", marks=pytest.mark.slow)])
 def made(request, tmp_path_factory):
     """Return the form, the truth and the result folder of a logged run whose coefficients are known."""
     folder = tmp_path_factory.mktemp("logged")
@@ -27,6 +27,7 @@ def made(request, tmp_path_factory):
     return request.param, run, folder / "out"
 
 
+@pytest.mark.slow
 def test_every_step_with_tokens_has_a_line_with_its_time(made):
     form, run, out = made
     truth = run.truth_steps.filter(pl.col("scheduled_tokens") > 0)
@@ -58,6 +59,7 @@ def test_planted_coefficients_are_recovered(made):
     assert model["intercept"]["value"] == pytest.approx(7_000.0, rel=0.02)
 
 
+@pytest.mark.slow
 def test_a_step_needs_no_more_than_the_log_knows(made, tmp_path):
     form, _, out = made
     if form == "log_seconds":

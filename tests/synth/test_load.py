@@ -33,6 +33,7 @@ def test_servers_are_distinguished_by_their_resource(choice, instances):
     assert starts.diff().drop_nulls().min() > 10**12
 
 
+@pytest.mark.slow
 def test_one_server_has_no_instance_id(busy_run):
     assert all("service.instance.id" not in batch.resource for batch in busy_run.batches)
 
@@ -61,6 +62,7 @@ def test_a_phase_may_have_lengths_of_its_own():
     assert of["usual"]["prompt_tokens"].equals(same), "others keep theirs"
 
 
+@pytest.mark.slow
 def test_lengths_fit_into_the_engine():
     lengths = LengthMix(((1.0, 900.0, 1.5),), minimum=2, maximum=5_000)
     options = SynthOptions(

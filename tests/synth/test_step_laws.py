@@ -46,6 +46,7 @@ def test_linear_coefficients_come_back_within_the_noise(busy_run):
     assert np.median(errors) == pytest.approx(0.6745 * 0.03, rel=0.15)
 
 
+@pytest.mark.slow
 def test_noise_is_a_factor_around_the_law(busy_run):
     steps = _busy_steps(busy_run)
     logs = np.log(steps["cycle_us"].to_numpy() / steps["law_us"].to_numpy())
@@ -71,6 +72,7 @@ def test_an_empty_step_takes_the_time_of_its_option(busy_options):
     assert set(empty["law_us"]) == {300.0}
 
 
+@pytest.mark.slow
 def test_truth_has_the_law_of_its_composition(busy_run):
     for row in _busy_steps(busy_run).head(200).iter_rows(named=True):
         step = Composition(

@@ -74,6 +74,7 @@ def test_the_front_end_stamps_a_step_once(stock, described):
     assert 20_000 < np.std(late_ns) < 300_000
 
 
+@pytest.mark.slow
 def test_sampling_at_the_head_goes_by_the_trace_id(stock, busy_options):
     half = synth(replace(stock.options, journey_sampling=0.5))
     low = {span.trace_id: int(span.trace_id, 16) % 2**64 for span in stock.spans}

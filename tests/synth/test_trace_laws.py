@@ -392,6 +392,7 @@ def test_journey_sampling_drops_both_spans_of_a_request(busy_options, busy_run, 
     assert run.truth_requests.equals(busy_run.truth_requests)
 
 
+@pytest.mark.slow
 def test_step_sampling_shows_a_part_of_the_same_run(busy_options, read):
     options = replace(busy_options, hiccup_rate=0.05)
     whole = synth(replace(options, rich_sampling=0.0))
@@ -406,6 +407,7 @@ def test_step_sampling_shows_a_part_of_the_same_run(busy_options, read):
     assert 0.3 < len(trace.snapshots) / len(filled) < 0.7
 
 
+@pytest.mark.slow
 def test_the_newest_events_of_a_span_survive_the_limit(busy_options, busy, read):
     run = synth(replace(busy_options, span_event_limit=128))
     trace = read(run.spans)

@@ -82,6 +82,7 @@ def _twins(traces, *, apart=1000, late_us=430.0, **how):
     return _engine(traces, "b", 100 + apart, late_us, requests=requests_of_b, **how)
 
 
+@pytest.mark.mostly_slow(every=7)
 @pytest.mark.parametrize(
     ("apart", "edges"),
     [(1000, False), (-60, False), (12, False), (3, False), (1000, True), (1, True), (0, True)],
@@ -99,6 +100,7 @@ def test_step_counters_side_by_side_are_servers_of_their_own(tables_of, traces, 
     assert (cycles.len(), set(cycles.round(6))) == (78, {1000.0})
 
 
+@pytest.mark.slow
 def test_counters_with_few_sampled_steps(tables_of, traces):
     table = tables_of(_nameless(_twins(traces, apart=300, every=5)))
     assert table("runs").select("server", "steps", "requests").rows() == [
@@ -107,6 +109,7 @@ def test_counters_with_few_sampled_steps(tables_of, traces):
     ]
 
 
+@pytest.mark.slow
 def test_snapshots_go_with_the_steps_of_their_span(tables_of, traces):
     _twins(traces)
     for server, step in (("a", 105), ("b", 1105)):
@@ -142,6 +145,7 @@ def test_a_host_that_was_restarted_is_one_server(tables_of, traces):
     assert table("runs").select("server", "epochs").rows() == [("vllm", 2)]
 
 
+@pytest.mark.slow
 def test_a_step_that_a_machine_suspends_stays(tables_of, traces):
     """Its wall-clock time is at its end, seconds after it began; one that began at another time than it says does not stay."""
     late_ns = 3_000_000_000
@@ -171,6 +175,7 @@ def test_restarted_twin_is_a_second_server(tables_of, traces):
     ]
 
 
+@pytest.mark.slow
 def test_servers_with_names_of_their_own_keep_them(tables_of, traces):
     assert tables_of(_twins(traces))("runs")["server"].to_list() == ["a", "b"]
 
@@ -207,6 +212,7 @@ def _requests_of_two_clocks(traces, count, ahead_us):
     return traces
 
 
+@pytest.mark.mostly_slow(every=5)
 @pytest.mark.parametrize("ahead_us", [50_000, 10_000, 1_100, -50_000, -400])
 def test_a_clock_ahead_is_found_by_causality(tables_of, traces, ahead_us):
     """The core may have queued a request from 0 to 1,300 us after the API: the middle is 650 us from either end."""
@@ -223,6 +229,7 @@ def test_a_clock_ahead_is_found_by_causality(tables_of, traces, ahead_us):
     assert (table("runs")["implausible"][0], table("rejects").height) == ("{}", 0)
 
 
+@pytest.mark.mostly_slow(every=3)
 @pytest.mark.parametrize("ahead_us", [900, 0, -200])
 def test_clocks_that_causality_allows_are_left_alone(tables_of, traces, ahead_us):
     table = tables_of(_requests_of_two_clocks(traces, 12, lambda _: ahead_us))
@@ -230,6 +237,7 @@ def test_clocks_that_causality_allows_are_left_alone(tables_of, traces, ahead_us
     assert table("requests")["admission_us"].round(3).unique().to_list() == [1000 - ahead_us]
 
 
+@pytest.mark.slow
 def test_a_few_requests_out_of_order_are_no_clock(tables_of, traces):
     """One in forty departs before it finishes, as a request whose id another one has, too."""
     table = tables_of(_requests_of_two_clocks(traces, 400, lambda number: -400 * (number % 40 == 0)))
@@ -241,6 +249,7 @@ def test_a_few_requests_out_of_order_are_no_clock(tables_of, traces):
     }
 
 
+@pytest.mark.slow
 def test_clocks_that_no_distance_explains_leave_no_value(tables_of, traces):
     table = tables_of(_requests_of_two_clocks(traces, 40, lambda number: 50_000 * (-1) ** number))
     assert table("runs").select(API_CLOCK).rows() == [("engine", None, None, 0)]
@@ -252,6 +261,7 @@ def test_clocks_that_no_distance_explains_leave_no_value(tables_of, traces):
     )
 
 
+@pytest.mark.slow
 def test_a_moved_clock_and_lost_events_are_reasons(tracefit, tmp_path, traces, new_traces):
     moved = _requests_of_two_clocks(traces, 12, lambda _: 50_000).write(tmp_path / "moved")
     code, _, stderr = tracefit("ingest", moved, "--out", tmp_path / "tables")

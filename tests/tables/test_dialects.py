@@ -34,6 +34,7 @@ def _disturbed(trace):
     )
 
 
+@pytest.mark.mostly_slow(every=2)
 @pytest.mark.parametrize("table", ["journey_events", "requests"])
 def test_plain_spelling_gives_the_tables_of_the_dotted_one(tables_of, new_traces, table):
     dotted = tables_of(_disturbed(new_traces()), run_id="dotted")(table)
@@ -62,6 +63,7 @@ def test_every_event_has_its_name_layer_and_facts(tables_of, new_traces):
     assert rows["schedule_kind"].drop_nulls().to_list() == ["FIRST", "RESUME"]
 
 
+@pytest.mark.mostly_slow(every=2)
 @pytest.mark.parametrize("clock", ["s", "zero"])
 def test_times_without_nanoseconds_come_from_the_seconds(tables_of, new_traces, clock):
     trace = new_traces(clock=clock).request(1, 2_000_000, step=1)
@@ -76,6 +78,7 @@ def test_api_event_without_engine_time_is_placed_by_wall_clock(tables_of, traces
     assert rows["ts_ns"].to_list() == [4_000_000, 50_000_000]
 
 
+@pytest.mark.mostly_slow(every=2)
 @pytest.mark.parametrize("attributes", [{}, {"ts.monotonic": True, "event.ts.monotonic": True}])
 def test_attribute_absent_from_every_event_is_null(tables_of, traces, attributes):
     """Two of every event, so that columns from events are as long as columns from spans."""
@@ -93,6 +96,7 @@ def test_attribute_absent_from_every_event_is_null(tables_of, traces, attributes
     assert table("rejects").height > 0
 
 
+@pytest.mark.slow
 def test_both_encodings_give_equal_tables(tables_of, new_traces):
     def trace():
         one = _disturbed(new_traces()).request(2, 3000, step=2)
@@ -142,6 +146,7 @@ ingest([sys.argv[2]], sys.argv[3], workers=1)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("row", "table", "found"),
     [

@@ -46,6 +46,7 @@ BEFORE = [("PREEMPTED", 3000, 2), ("SCHEDULED", 7000, 4)]
 AFTER = [("PREEMPTED", 20_000, 6), ("SCHEDULED", 26_000, 8)]
 
 
+@pytest.mark.mostly_slow(every=4)
 @pytest.mark.parametrize(
     ("turns", "requeue", "prefill", "decode"),
     [
@@ -64,6 +65,7 @@ def test_wait_after_preemption_is_no_prefill_or_decode(tables_of, traces, turns,
 ABORTED = ("FINISHED", 51_200, 9, {"finish.status": "aborted", "decode.done_tokens": 2})
 
 
+@pytest.mark.mostly_slow(every=2)
 @pytest.mark.parametrize("resumed_before", [False, True])
 def test_preemption_without_a_resume_has_unknown_waits(tables_of, traces, resumed_before):
     turns = [*(AFTER if resumed_before else []), ("PREEMPTED", 30_000, 9)]
@@ -72,6 +74,7 @@ def test_preemption_without_a_resume_has_unknown_waits(tables_of, traces, resume
     assert row["prefill_us"] == 10_000, "nothing disturbed the prefill"
 
 
+@pytest.mark.mostly_slow(every=2)
 @pytest.mark.parametrize("turns", [[], AFTER])
 def test_a_preemption_whose_events_are_lost_leaves_waits_unknown(tables_of, traces, turns):
     row = _row(tables_of, traces, _events(*turns), preemptions=1 + bool(turns))
@@ -98,6 +101,7 @@ def test_one_token_has_no_inter_token_latency(tables_of, traces):
     assert (row["itl_us"], row["decode_us"], row["output_tokens"]) == (None, 0.0, 1)
 
 
+@pytest.mark.slow
 def test_an_aborted_request_has_no_known_last_token(tables_of, traces):
     row = _row(tables_of, traces, _events(end=ABORTED))
     assert (row["last_token_ns"], row["finished_ns"]) == (None, 51_200_000)
@@ -123,6 +127,7 @@ CAUSED = (
 )
 
 
+@pytest.mark.mostly_slow(every=5)
 @pytest.mark.parametrize(
     ("changed", "lost"),
     [

@@ -13,6 +13,7 @@ def _epochs(table, name="steps"):
     return table(name).select("epoch", "step_id").rows()
 
 
+@pytest.mark.mostly_slow(every=3)
 @pytest.mark.parametrize("first", [30, 3, 1])
 def test_summaries_that_count_from_one_again_are_a_new_epoch(tables_of, traces, first):
     _steps(_steps(traces, range(1, first + 1), 0), range(1, 11), 1_000_000)
@@ -27,12 +28,14 @@ def test_order_in_the_file_is_not_order_in_time(tables_of, traces):
     assert [step for epoch, step in _epochs(tables_of(traces)) if epoch == 1] == list(range(1, 11))
 
 
+@pytest.mark.slow
 def test_journeys_alone_tell_a_restart(tables_of, traces):
     traces.request(1, 0, step=100).request(2, 1_000_000, step=1)
     rows = tables_of(traces)("requests").select("epoch", "request_id", "first_scheduled_step").rows()
     assert rows == [(0, "cmpl-1", 100), (1, "cmpl-2", 1)]
 
 
+@pytest.mark.slow
 def test_a_restart_that_summaries_and_journeys_both_tell_is_one(tables_of, traces):
     _steps(traces, range(1, 31), 0).request(1, 3900, step=6, tokens_at=(5900, 9900))
     _steps(traces, range(1, 11), 1_000_000).request(2, 998_900, step=1, tokens_at=(1_000_900, 1_004_900))
@@ -66,6 +69,7 @@ def test_counters_of_two_servers_side_by_side_are_no_restarts(tables_of, traces)
     assert tables_of(traces)("runs").select("server", "epochs").rows() == [("a", 1), ("b", 1)]
 
 
+@pytest.mark.slow
 def test_snapshots_belong_to_the_epoch_of_their_step(tables_of, traces):
     for start in (0, 1_000_000):
         traces.steps(traces.summary(1, start), traces.snapshot(1, start + 200, f"at-{start}"))

@@ -22,6 +22,7 @@ def sorted_rows(rows):
     return sorted(rows, key=lambda row: (row[0] is None, row[0] or 0, row[1]))
 
 
+@pytest.mark.mostly_slow(every=3)
 @pytest.mark.parametrize("held_bytes", [0, 100, 1 << 20])
 @given(frames=FRAMES)
 def test_windows_are_in_order_and_keep_keys_together(held_bytes, frames, tmp_path_factory):
@@ -36,6 +37,7 @@ def test_windows_are_in_order_and_keep_keys_together(held_bytes, frames, tmp_pat
     assert all(windows)
 
 
+@pytest.mark.mostly_slow(every=2)
 @pytest.mark.parametrize("on_disk", [False, True])
 @given(frames=FRAMES)
 def test_several_sorts_go_on_as_one(on_disk, frames, tmp_path_factory):

@@ -35,6 +35,7 @@ def test_a_healthy_trace_has_nothing_to_tell(traces, checks_of):
     assert all(held == of and detail == "" for held, of, detail in found.values())
 
 
+@pytest.mark.mostly_slow(every=4)
 @pytest.mark.parametrize("lost", ["QUEUED", "SCHEDULED", "FIRST_TOKEN", "FINISHED"])
 def test_a_lost_event_makes_a_lifecycle_incomplete(traces, checks_of, lost):
     traces.request(1, 0, step=1).request(2, 60_000, step=6)
@@ -49,6 +50,7 @@ def test_a_request_that_was_aborted_while_it_waited_is_complete(traces, checks_o
     assert checks_of(traces)["complete lifecycles"] == (1, 1, "")
 
 
+@pytest.mark.slow
 def test_spans_of_one_layer_alone_are_reported(traces, checks_of):
     traces.request(1, 0, step=1)
     traces.api(2, {"ARRIVED": 70_000, "DEPARTED": 80_000})
@@ -58,6 +60,7 @@ def test_spans_of_one_layer_alone_are_reported(traces, checks_of):
     assert checks_of(traces)["both layers"] == wanted
 
 
+@pytest.mark.mostly_slow(every=4)
 @pytest.mark.parametrize(
     ("times", "detail"),
     [
@@ -80,6 +83,7 @@ def test_events_that_run_backwards_in_time_are_reported(traces, checks_of, times
     assert checks_of(traces)["time order"] == (0, 1, detail)
 
 
+@pytest.mark.mostly_slow(every=3)
 @pytest.mark.parametrize(
     ("steps", "detail"),
     [
@@ -129,6 +133,7 @@ def test_a_resume_that_comes_first_is_reported(traces, checks_of):
     assert checks_of(traces)["preemption pairing"] == (0, 1, "1 resumed without a preemption")
 
 
+@pytest.mark.mostly_slow(every=5)
 @pytest.mark.parametrize("case", PREEMPTIONS)
 def test_preemptions_pair_with_what_follows(traces, checks_of, case):
     turns, wanted = PREEMPTIONS[case]

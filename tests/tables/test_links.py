@@ -43,6 +43,7 @@ def _refused(link):
     return pytest.raises(UsageError, match=f"^{link}: is a symbolic link")
 
 
+@pytest.mark.mostly_slow(every=5)
 @pytest.mark.parametrize("place", WRITTEN)
 def test_nothing_behind_a_link_is_written_or_removed(received, place):
     run, tables, link, behind = received(place)
@@ -54,6 +55,7 @@ def test_nothing_behind_a_link_is_written_or_removed(received, place):
     assert link.is_symlink()
 
 
+@pytest.mark.mostly_slow(every=4)
 @pytest.mark.parametrize("place", READ)
 def test_nothing_behind_a_link_is_read(received, place):
     _, tables, link, _ = received(place)
@@ -61,6 +63,7 @@ def test_nothing_behind_a_link_is_read(received, place):
         TableStore(tables).read("spans")
 
 
+@pytest.mark.slow
 def test_nothing_outside_is_read_by_the_name_of_a_run(tmp_path, traces):
     ingest([traces.request(1, 0, step=1).write(tmp_path / "run")], tmp_path / "tables")
     spans = tmp_path / "tables" / "spans"
@@ -111,6 +114,7 @@ def test_foreign_link_and_its_target_stay(beside):
     assert own_file.exists()
 
 
+@pytest.mark.slow
 def test_the_tables_folder_itself_may_be_behind_a_link(tmp_path, traces):
     run = traces.request(1, 0, step=1).write(tmp_path / "run")
     (tmp_path / "disk").mkdir()

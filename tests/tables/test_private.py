@@ -54,6 +54,7 @@ def test_nothing_a_user_wrote_is_in_any_table(folder, tmp_path):
     assert attributes_of(store, "llm_request") == [kept]
 
 
+@pytest.mark.slow
 def test_more_attributes_are_kept_on_request(folder, tmp_path):
     _, store = tables_of(folder, tmp_path / "tables", keep_attributes=("user.email", "http.target"))
     (found,) = attributes_of(store, "llm_request")
@@ -62,6 +63,7 @@ def test_more_attributes_are_kept_on_request(folder, tmp_path):
     assert "gen_ai.prompt" not in found
 
 
+@pytest.mark.slow
 def test_spans_of_other_services_are_counted_and_left_out(folder, tmp_path):
     result, store = tables_of(folder, tmp_path / "tables")
     assert result.runs[0].other_spans == 2
@@ -69,6 +71,7 @@ def test_spans_of_other_services_are_counted_and_left_out(folder, tmp_path):
     assert set(store.read("runs")["server"]) == {"engine"}
 
 
+@pytest.mark.slow
 def test_spans_of_other_services_are_kept_on_request(folder, tmp_path):
     _, plain = tables_of(folder, tmp_path / "plain")
     result, store = tables_of(folder, tmp_path / "tables", all_spans=True)
@@ -84,6 +87,7 @@ def test_spans_of_other_services_are_kept_on_request(folder, tmp_path):
     assert "SECRET" not in everything_in(store)
 
 
+@pytest.mark.slow
 def test_what_was_rejected_is_shown_on_request(folder, tmp_path):
     _, store = tables_of(folder, tmp_path / "tables")
     (hidden,) = store.read("rejects")["excerpt"]
@@ -102,6 +106,7 @@ def test_asking_for_less_again_takes_it_away(folder, tmp_path):
     assert not [p for p in (tmp_path / "tables").rglob("*") if p.is_file() and b"SECRET" in p.read_bytes()]
 
 
+@pytest.mark.slow
 def test_dropped_attributes_are_counted(tmp_path, traces):
     traces.request(1, 0, step=1)
     traces.records[0]["scopeSpans"][0]["spans"][0]["droppedAttributesCount"] = 3

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 
+
+@pytest.mark.slow
 def test_the_api_process_belongs_to_the_engine_under_it(tables_of, traces):
     traces.server = "engine"
     traces.request(1, 0, step=1, server="api-process")
@@ -12,6 +15,7 @@ def test_the_api_process_belongs_to_the_engine_under_it(tables_of, traces):
     assert table("requests").height == 1
 
 
+@pytest.mark.slow
 def test_two_engines_behind_two_api_processes_stay_apart(tables_of, traces):
     for number, (engine, api) in enumerate((("a", "api-a"), ("b", "api-b")), 1):
         traces.server = engine
@@ -21,6 +25,7 @@ def test_two_engines_behind_two_api_processes_stay_apart(tables_of, traces):
     assert table("requests").select("server", "request_id").rows() == [("a", "cmpl-1"), ("b", "cmpl-2")]
 
 
+@pytest.mark.slow
 def test_an_api_span_without_a_core_goes_to_the_only_engine(tables_of, traces):
     traces.request(1, 0, step=1).api(2, {"ARRIVED": 5000, "ABORTED": 6000}, server="api-process")
     rows = tables_of(traces)("requests").filter(request_id="cmpl-2")
@@ -76,6 +81,7 @@ def test_events_that_the_sdk_dropped_are_summed_over_spans(tables_of, traces):
     assert tables_of(traces)("runs")["dropped_events"].to_list() == [7]
 
 
+@pytest.mark.slow
 def test_an_event_that_cannot_be_placed_is_a_reject(tables_of, traces):
     lost = traces.summary(2, 1000)
     lost["attributes"] = [a for a in lost["attributes"] if a["key"] != "step.id"]

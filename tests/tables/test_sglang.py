@@ -47,6 +47,7 @@ def plan(run: str) -> pl.DataFrame:
     )
 
 
+@pytest.mark.mostly_slow(every=3)
 @pytest.mark.parametrize("run", ["sglang-level1", "sglang-level2", "sglang-level3-tp2"])
 def test_times_of_requests_are_the_planned_ones_at_every_level(read, run):
     found, wanted = read(run).read("requests"), plan(run)
@@ -61,6 +62,7 @@ def test_times_of_requests_are_the_planned_ones_at_every_level(read, run):
         assert off.max() <= slack, column
 
 
+@pytest.mark.slow
 def test_prefill_and_decode_servers_are_apart(read):
     found, wanted = read("sglang-apart").read("requests"), plan("sglang-apart")
     roles = found.with_columns(role=pl.col("server").str.extract(r" (\w+)$")).partition_by(
@@ -79,6 +81,7 @@ def test_prefill_and_decode_servers_are_apart(read):
     assert decode["prefill_us_found"].null_count() == decode.height
 
 
+@pytest.mark.slow
 def test_ranks_that_repeat_each_other_count_once(read):
     store = read("sglang-level3-tp2")
     spans, runs = store.read("spans"), store.read("runs")
@@ -86,6 +89,7 @@ def test_ranks_that_repeat_each_other_count_once(read):
     assert runs.select("requests", "duplicate_spans", "dialects").rows() == [(30, 0, "sglang server")]
 
 
+@pytest.mark.slow
 def test_spans_of_steps_give_the_planned_batches(read):
     run = "sglang-level3-tp2"
     store = read(run)
@@ -115,6 +119,7 @@ def test_spans_of_steps_give_the_planned_batches(read):
     assert found["cycle_us"].is_null().to_list() == [True, *[False] * (found.height - 2), True]
 
 
+@pytest.mark.mostly_slow(every=2)
 @pytest.mark.parametrize("run", ["sglang-level1", "sglang-level2"])
 def test_no_step_is_made_up_where_spans_of_steps_are_not_there(read, run):
     assert read(run).read("steps").height == 0
@@ -132,6 +137,7 @@ def test_step_times_of_sglangs_spans_are_fitted(tmp_path):
     assert model["target"]["source"] == "step_clock"
 
 
+@pytest.mark.slow
 def test_what_gives_steps_is_said_in_sglangs_terms(tmp_path):
     (deployment,) = inspect([FIXTURES / "sglang-level1"]).deployments
     (steps,) = [allowed for allowed in deployment.allows if allowed.what == "step time"]

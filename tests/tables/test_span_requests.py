@@ -45,6 +45,7 @@ def _phases(trace, number, phases, *, parent, scope="vllm.scheduler"):
     return trace
 
 
+@pytest.mark.mostly_slow(every=2)
 @pytest.mark.parametrize("scope", ["vllm.llm_engine", "vllm.tracing.otel"])
 def test_a_stock_span_is_a_request(tables_of, traces, scope):
     row = tables_of(_stock(traces, scope=scope))("requests").row(0, named=True)
@@ -80,6 +81,7 @@ def test_a_stock_span_is_a_request(tables_of, traces, scope):
     assert {key: row[key] for key in durations} == pytest.approx(durations)
 
 
+@pytest.mark.mostly_slow(every=2)
 @pytest.mark.parametrize("scope", ["vllm.llm_engine", "vllm.tracing.otel"])
 def test_lengths_may_have_their_newer_names(tables_of, traces, scope):
     older = {f"gen_ai.usage.{name}_tokens": None for name in ("prompt", "completion")}
@@ -127,6 +129,7 @@ LIFE = [
 ]
 
 
+@pytest.mark.mostly_slow(every=2)
 @pytest.mark.parametrize("scope", ["vllm.scheduler", "vllm.something.new"])
 def test_lifecycle_spans_of_one_parent_are_a_request(tables_of, traces, scope):
     row = tables_of(_phases(traces, 9, LIFE, parent=99, scope=scope))("requests").row(0, named=True)
@@ -189,6 +192,7 @@ def _without_parents(trace):
     return trace
 
 
+@pytest.mark.mostly_slow(every=4)
 @pytest.mark.parametrize("layers", ["both", "core"])
 @pytest.mark.parametrize("same_trace", [True, False])
 def test_stock_span_and_its_events_are_one_request(tables_of, traces, layers, same_trace):
@@ -213,6 +217,7 @@ def test_stock_span_and_its_events_are_one_request(tables_of, traces, layers, sa
         assert rows["e2e_us"][:2].to_list() == pytest.approx([80_000] * 2), "no event tells of it"
 
 
+@pytest.mark.slow
 def test_an_id_that_several_requests_have_joins_none(tables_of, traces):
     for number in (1, 2):
         traces.request(number, number * 2_000_000, step=number * 10, output=5)
@@ -247,6 +252,7 @@ def test_declared_columns_are_in_the_table_they_name():
 LATENCIES = [key for key in STOCK if "latency" in key]
 
 
+@pytest.mark.mostly_slow(every=6)
 @pytest.mark.parametrize(
     ("value", "reason"),
     [

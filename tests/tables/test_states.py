@@ -14,6 +14,7 @@ def _request(tables_of, traces, events):
     return tables_of(traces.api(1, {"ARRIVED": 0}).core(1, events))("requests").row(0, named=True)
 
 
+@pytest.mark.mostly_slow(every=4)
 @pytest.mark.parametrize(
     ("events", "state", "stage"),
     [
@@ -38,6 +39,7 @@ def test_a_request_in_flight_is_kept_with_nulls(tables_of, traces, events, state
     assert [row[name] for name in unknown] == [None] * len(unknown)
 
 
+@pytest.mark.mostly_slow(every=6)
 @pytest.mark.parametrize(
     ("status", "state"),
     [
@@ -55,6 +57,7 @@ def test_the_finish_status_is_the_state(tables_of, traces, status, state):
     assert row["state"] == (None if state == "FINISHED" else state)
 
 
+@pytest.mark.mostly_slow(every=3)
 @pytest.mark.parametrize(
     ("times", "state"),
     [
@@ -67,6 +70,7 @@ def test_without_a_core_the_api_span_tells_what_it_can(tables_of, traces, times,
     assert tables_of(traces.api(1, times))("requests")["state"].item() == state
 
 
+@pytest.mark.slow
 def test_rates_are_those_of_the_formulas(tables_of, traces):
     row = tables_of(traces.request(1, 0, step=1, output=5))("requests").row(0, named=True)
     # QUEUED at 1,000 us, SCHEDULED at 1,200, FIRST_TOKEN 10,000 later, 5 tokens, the last one at 51,200.
@@ -80,6 +84,7 @@ def test_rates_are_those_of_the_formulas(tables_of, traces):
     assert {key: row[key] for key in expected} == pytest.approx(expected)
 
 
+@pytest.mark.slow
 def test_a_request_of_one_token_has_no_time_between_tokens(tables_of, traces):
     trace = traces.request(1, 0, step=1, output=1, tokens_at=(11_200, 11_200))
     row = tables_of(trace)("requests").row(0, named=True)

@@ -31,6 +31,7 @@ ARROW = {
 }
 
 
+@pytest.mark.mostly_slow(every=4)
 @pytest.mark.parametrize(
     ("name", "run_id"), [("my run (2)", "my-run-2"), ("...", "run"), ("a/../b", "b"), ("é", "run")]
 )
@@ -51,6 +52,7 @@ def test_loose_files_are_one_run_under_their_common_stem(tmp_path, new_traces):
     assert [(r.run_id, r.files, r.requests) for r in result.runs] == [("traces-day", 2, 2)]
 
 
+@pytest.mark.slow
 def test_the_same_contents_replace_the_run(tmp_path, traces):
     folder = traces.request(1, 0, step=1).write(tmp_path / "run")
     for gpu in ("A100", "H100"):
@@ -78,12 +80,14 @@ def many_runs(tmp_path, new_traces):
     return TableStore(tmp_path / "tables")
 
 
+@pytest.mark.mostly_slow(every=2)
 @pytest.mark.parametrize("name", ["requests", "spans"])
 def test_many_small_runs_are_the_rows_of_each(many_runs, name):
     alone = [many_runs.read(name, [run_id]) for run_id in many_runs.runs()]
     assert many_runs.read(name).equals(pl.concat(alone))
 
 
+@pytest.mark.slow
 def test_of_many_small_runs_a_damaged_one_is_named(many_runs):
     part = sorted((many_runs.root / "steps").rglob("*.parquet"))[7]
     part.write_bytes(b"PAR1 and nothing else")
@@ -108,6 +112,7 @@ def same_name_runs(tmp_path, new_traces):
     return [new_traces().request(n, 0, step=1).write(tmp_path / f"day{n}" / "run") for n in (1, 2)]
 
 
+@pytest.mark.slow
 def test_other_run_of_the_same_name_gets_a_number(tmp_path, same_name_runs):
     results = [ingest([folder], tmp_path / "tables") for folder in same_name_runs]
     assert [r.runs[0].run_id for r in results] == ["run", "run-2"]
@@ -116,12 +121,14 @@ def test_other_run_of_the_same_name_gets_a_number(tmp_path, same_name_runs):
     assert TableStore(tmp_path / "tables").read("requests")["request_id"].to_list() == ["cmpl-1", "cmpl-2"]
 
 
+@pytest.mark.slow
 def test_runs_of_one_name_in_one_call_get_numbers(tmp_path, same_name_runs):
     result = ingest(same_name_runs, tmp_path / "tables")
     assert [r.run_id for r in result.runs] == ["run", "run-2"]
     assert "run-2" in result.warnings[0]
 
 
+@pytest.mark.slow
 def test_ingesting_again_in_another_order_changes_nothing(tmp_path, same_name_runs):
     ingest(same_name_runs, tmp_path / "tables")
     again = ingest(same_name_runs[::-1], tmp_path / "tables")
@@ -171,6 +178,7 @@ def test_columns_and_types_are_the_published_ones(parts, name):
     assert further == ({pa.float64()} if published["further_columns"] else set())
 
 
+@pytest.mark.mostly_slow(every=2)
 @pytest.mark.parametrize("name", ["requests", "spans"])
 def test_the_folder_of_a_table_is_read_without_options(tmp_path, new_traces, name):
     """By pyarrow, which pandas calls, and by polars: all runs, and `run_id` once although folders are named after it."""
@@ -187,12 +195,12 @@ def test_the_folder_of_a_table_is_read_without_options(tmp_path, new_traces, nam
 def test_a_row_is_valid_by_the_json_schema_of_its_table(parts, name):
     published = _published(name)
     jsonschema.Draft202012Validator.check_schema(published)
+    validator = jsonschema.Draft202012Validator(published)
     assert (published["$schema"], published["version"]) == ("https://json-schema.org/draft/2020-12/schema", 1)
-    for row in pq.read_table(parts[name]).slice(0, 20).to_pylist():
+    for row in pq.read_table(parts[name]).slice(0, 10).to_pylist():
         plain = {k: dict(v) if isinstance(v, list) else v for k, v in row.items()}
-        jsonschema.validate(plain, published, jsonschema.Draft202012Validator)
-        with pytest.raises(jsonschema.ValidationError):
-            jsonschema.validate(plain | {"surprise": "x"}, published, jsonschema.Draft202012Validator)
+        validator.validate(plain)
+        assert not validator.is_valid(plain | {"surprise": "x"})
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -221,6 +229,7 @@ def test_a_row_group_holds_128_ki_rows(tmp_path):
     assert [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)] == [131_072, 1]
 
 
+@pytest.mark.mostly_slow(every=2)
 @pytest.mark.parametrize("runs", [1, 3])
 def test_disk_has_all_parts_before_the_manifest(tmp_path, new_traces, monkeypatch, runs):
     synced = []
@@ -234,6 +243,7 @@ def test_disk_has_all_parts_before_the_manifest(tmp_path, new_traces, monkeypatc
     assert parts <= set(synced[: synced.index(manifest)])
 
 
+@pytest.mark.mostly_slow(every=2)
 @pytest.mark.parametrize("runs", [1, 3])
 def test_part_that_the_disk_refuses_is_one_line(tmp_path, new_traces, monkeypatch, runs):
     def fsync(descriptor):

@@ -230,6 +230,7 @@ def test_every_summary_column_of_the_timeline_is_filled(engine_tables, story, co
     assert len(shared) > 9
 
 
+@pytest.mark.mostly_slow(every=8)
 @pytest.mark.parametrize("with_summaries", [False, True])
 @pytest.mark.parametrize("lost", ["QUEUED", "SCHEDULED", "FIRST_TOKEN", "FINISHED"])
 @pytest.mark.parametrize("lag", [0, 1])

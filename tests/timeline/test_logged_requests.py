@@ -51,6 +51,7 @@ def right_steps(placed, run):
     ).item()
 
 
+@pytest.mark.mostly_slow(every=3)
 @pytest.mark.parametrize(
     ("fine", "delay_us"),
     [(True, 60.0), (False, 60.0), (True, 2_000.0)],
@@ -84,6 +85,7 @@ def test_requests_get_the_steps_that_they_were_in(fine, delay_us):
     assert (contexts["context_tokens"] == contexts["true"]).mean() > 0.99
 
 
+@pytest.mark.slow
 def test_a_request_that_the_next_step_takes_is_queued_in_the_step_before():
     """No request gets its first or last token in most steps of a lightly loaded server, and the time of their ends is interpolated."""
     run = synth(
@@ -99,6 +101,7 @@ def test_a_request_that_the_next_step_takes_is_queued_in_the_step_before():
     assert (rows["at_once"] == (rows["steps"] == 1)).mean() > 0.99
 
 
+@pytest.mark.slow
 def test_requests_with_prefix_hits_match_whole_seconds():
     # No line has as many tokens as the prompts of half of the requests, and the server has a request in every slot.
     run = synth(SynthOptions(requests=300, rate_per_s=20.0, seed=7, prefix_fraction=0.5, max_num_seqs=12))
@@ -109,6 +112,7 @@ def test_requests_with_prefix_hits_match_whole_seconds():
     assert right_steps(placed, run) > 0.95
 
 
+@pytest.mark.slow
 def test_a_front_end_that_stalls_at_first_tokens():
     # Every fifth request is alone in the server and its first token is stamped 0.2 s late; the engine's own times are right.
     run = synth(SynthOptions(requests=100, rate_per_s=0.05, seed=7))
@@ -141,6 +145,7 @@ def held_up(requests, every_us, longest_us, seed):
     return requests.with_columns(late("ttft_us"), late("e2e_us"))
 
 
+@pytest.mark.slow
 def test_a_slow_front_end_leaves_most_requests_on_whole_seconds():
     run = synth(SynthOptions(requests=300, rate_per_s=3.0, seed=5, max_num_seqs=8))
     requests = held_up(in_unix(stock_requests(run)), 2e5, 1e5, 5)
@@ -149,12 +154,14 @@ def test_a_slow_front_end_leaves_most_requests_on_whole_seconds():
     assert right_steps(placed, run) > 0.9
 
 
+@pytest.mark.slow
 def test_stamps_before_the_first_line_match_no_request():
     run = synth(SynthOptions(requests=300, rate_per_s=20.0, seed=6, max_num_seqs=12))
     requests = held_up(in_unix(stock_requests(run)), 5e5, 3e5, 6)
     assert place_on_log(requests, log_clock(logged(run, fine=False)), LIMITS) is None
 
 
+@pytest.mark.slow
 def test_spans_of_another_server_match_no_line():
     other = synth(SynthOptions(requests=300, rate_per_s=8.0, seed=6))
     assert place_on_log(in_unix(stock_requests(other)), log_clock(logged(RUN)), LIMITS) is None

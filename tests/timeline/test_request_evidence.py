@@ -59,12 +59,14 @@ def test_ids_that_count_up_show_no_sampler():
     assert sampled_rate(pl.Series([f"{n:032x}" for n in range(1, 500)])) is None
 
 
+@pytest.mark.mostly_slow(every=8)
 @pytest.mark.parametrize("rate", [0.3, 3.0, 12.0, 25.0])
 @pytest.mark.parametrize("seed", [1, 2])
 def test_a_complete_recording_has_no_reason(rate, seed):
     assert _reason(_requests(rate=rate, seed=seed)) is None
 
 
+@pytest.mark.mostly_slow(every=2)
 @pytest.mark.parametrize("rate", [0.5, 0.1])
 def test_an_unmarked_sampler_shows_in_waits_of_an_empty_engine(rate):
     requests = _requests(rate=4.0, requests=600)
@@ -72,6 +74,7 @@ def test_an_unmarked_sampler_shows_in_waits_of_an_empty_engine(rate):
     assert "no other was in the engine" in _reason(kept)
 
 
+@pytest.mark.slow
 def test_front_end_jitter_of_a_short_step_hides_no_request():
     # Steps of 1.8 ms, as a small model on a CPU has them; four of ten arrivals are held up by such a time.
     requests = _faster(_requests(rate=0.75, requests=600), 4)
@@ -81,6 +84,7 @@ def test_front_end_jitter_of_a_short_step_hides_no_request():
     assert _reason(late) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rate", "kept"), [(4.0, 0.5), (4.0, 0.1), (8.0, 0.05)])
 def test_a_sampler_shows_in_waits_for_short_steps(rate, kept):
     requests = _faster(_requests(rate=rate, requests=1200), 4)
@@ -99,6 +103,7 @@ def _some(requests, share, seed=3):
     return requests.filter(pl.Series(np.random.default_rng(seed).random(requests.height) < share))
 
 
+@pytest.mark.mostly_slow(every=5)
 @pytest.mark.parametrize("rate", [1.0, 12.0, 24.0])
 @pytest.mark.parametrize("law", LAWS)
 @pytest.mark.parametrize("share", [0.7, 0.5])
@@ -112,6 +117,7 @@ def test_missing_requests_are_seen_at_every_load(law, rate, share):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("law", LAWS)
 def test_a_queue_beside_free_slots_shows_missing_requests(law):
     """All of 64 slots are taken while requests wait; of seven in ten requests 45 run then, now more, now fewer."""
@@ -153,12 +159,14 @@ def _noisy(requests, sd, seed=8):
     )
 
 
+@pytest.mark.mostly_slow(every=3)
 @pytest.mark.parametrize("rate", [1.0, 8.0, 24.0])
 def test_a_machine_with_changing_speed_is_no_missing_request(rate):
     """Seen on a real server with two shared cores: steps of equal batches differ by a third within a minute."""
     assert _reason(_noisy(_requests(rate=rate, requests=400), 0.25)) is None
 
 
+@pytest.mark.mostly_slow(every=2)
 @pytest.mark.parametrize("share", [0.7, 0.5])
 def test_missing_requests_are_seen_on_a_machine_with_changing_speed(share):
     requests = _noisy(_requests(rate=24.0, requests=400), 0.1)
@@ -166,6 +174,7 @@ def test_missing_requests_are_seen_on_a_machine_with_changing_speed(share):
     assert "prompts without a span" in _reason(_some(requests, share))
 
 
+@pytest.mark.mostly_slow(every=3)
 @pytest.mark.parametrize(("share", "sampled"), [(None, False), (1.0, False), (0.25, True)])
 def test_a_sampler_in_the_configuration_is_believed(share, sampled):
     reasons = unknown_batches(_requests(), 2048, traced_share=share)["reason"].to_list()
@@ -173,6 +182,7 @@ def test_a_sampler_in_the_configuration_is_believed(share, sampled):
     assert bool(count_steps(_requests(), EngineLimits(), traced_share=share).starts.height) is not sampled
 
 
+@pytest.mark.slow
 def test_a_few_steps_of_two_tokens_are_seen():
     """Speculative decoding with 1.1 tokens a step."""
     requests = _requests()
@@ -196,6 +206,7 @@ def test_two_front_ends_of_one_engine_are_seen():
     assert "front ends" in _reason(requests.with_columns(pl.col("ttft_us") + late, pl.col("e2e_us") + late))
 
 
+@pytest.mark.slow
 def test_steps_of_several_tokens_are_seen():
     """Speculative decoding gives one to three tokens a step: the tokens of a request do not count its steps."""
     requests = _requests()
@@ -204,6 +215,7 @@ def test_steps_of_several_tokens_are_seen():
     assert "speculative" in _reason(requests.with_columns(output_tokens=more))
 
 
+@pytest.mark.slow
 def test_requests_that_fill_the_cache_evenly_are_all():
     """Where requests are preempted the cache is full: half of the requests would fill it now more, now less."""
     requests = _requests(14.0, requests=400, num_blocks=1200, output_tokens=LengthMix(((1.0, 400.0, 0.2),)))
@@ -211,6 +223,7 @@ def test_requests_that_fill_the_cache_evenly_are_all():
     assert "preempted" in _reason(requests.sample(fraction=0.6, seed=1).sort("arrival_ns"))
 
 
+@pytest.mark.slow
 def test_a_client_s_counts_of_words_are_not_the_engine_s_tokens():
     requests = _requests(output_tokens=LengthMix(((1.0, 250.0, 0.0),)))
     client = requests.with_columns(
@@ -312,6 +325,7 @@ def _held_up(requests):
     return requests.with_columns(pl.col("ttft_us") + held_us, pl.col("e2e_us") + held_us, arrival_ns=arrived)
 
 
+@pytest.mark.slow
 def test_other_work_on_the_machine_is_no_missing_request():
     """Seen on a real server: what held up arrivals also held up steps."""
     uneven = _requests(rate=0.7, hiccup_rate=0.04, hiccup_us=500_000.0)

@@ -77,6 +77,7 @@ def test_time_between_anchored_starts_is_that_of_the_steps():
     assert whole == pytest.approx(mean_true, rel=0.05)
 
 
+@pytest.mark.slow
 def test_an_idle_gap_is_no_time_of_a_step():
     run = _run(rate=0.7, requests=60)
     counted = count_steps(stock_requests(run), LIMITS)
@@ -93,6 +94,7 @@ def test_scheduling_a_step_ahead_is_seen(ahead):
     assert lags["execution_lag_steps"].to_list() == [int(ahead)]
 
 
+@pytest.mark.mostly_slow(every=2)
 @pytest.mark.parametrize("ahead", [False, True])
 def test_long_requests_that_all_come_at_once_are_counted(ahead):
     """Chunks of the prompts before take room in the steps of the next ones, and every request overlaps most of the others."""
@@ -119,6 +121,7 @@ def test_a_preempted_request_keeps_the_other_counts_exact():
     assert (took == others["true_last"] - others["true_first"]).mean() > 0.9
 
 
+@pytest.mark.slow
 def test_batches_are_right_where_half_the_requests_are_preempted():
     run = _run(14.0, 400, num_blocks=1200, output_tokens=LengthMix(((1.0, 400.0, 0.2),)))
     assert (run.truth_requests["num_preemptions"] > 0).mean() > 0.4

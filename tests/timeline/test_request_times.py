@@ -27,6 +27,7 @@ def _preempted(trace):
     return trace.api(1, {"ARRIVED": 8_000}).core(1, events, preemptions=1)
 
 
+@pytest.mark.slow
 def test_a_request_is_not_in_the_steps_of_its_preemption(tables_of, traces):
     row = tables_of(_steps(_preempted(traces), range(1, 8)))("requests").row(0, named=True)
     assert (row["steps"], row["steps_timed"]) == (4, 1.0)
@@ -43,6 +44,7 @@ def test_unsampled_steps_count_as_the_mean_of_the_others(tables_of, traces):
     assert row["model_execute_us"] == 39_500 - 1_200
 
 
+@pytest.mark.slow
 def test_durations_of_whole_steps_are_no_time_of_scheduling(tables_of, traces):
     """Four steps of 10,000 us are longer than the 39,500 us until FINISHED: a value below zero would be a reject."""
     events = [traces.summary(k, 10_000 * k, duration_us=10_000) for k in range(1, 8)]
@@ -53,6 +55,7 @@ def test_durations_of_whole_steps_are_no_time_of_scheduling(tables_of, traces):
     assert table("rejects").is_empty()
 
 
+@pytest.mark.slow
 def test_without_recorded_steps_times_are_null(tables_of, traces):
     row = tables_of(_preempted(traces))("requests").row(0, named=True)
     assert row["steps"] == 4, "the journey tells so much"
@@ -65,6 +68,7 @@ def test_a_request_in_flight_has_no_times_of_its_steps(tables_of, traces):
     assert [row[c] for c in ("steps", "scheduler_us", "model_execute_us")] == [None] * 3
 
 
+@pytest.mark.slow
 def test_scheduling_ahead_executes_a_step_later(tables_of, traces):
     table = tables_of(traces.load(lag=1, noise=0.0))
     starts = table("steps").select("step_id", "ts_start_ns")
@@ -91,6 +95,7 @@ def _tokens(trace, shown):
     )
 
 
+@pytest.mark.slow
 def test_the_99th_percentile_is_of_the_times_between_all_tokens(tables_of, traces):
     table = tables_of(_tokens(traces, [(2, 1), (3, 2), (4, 3)]))
     # Tokens at 19,900 (FIRST_TOKEN), 30,000 and 40,000 (steps that count them), 49,000 (FINISHED): 10,100, 10,000, 9,000.

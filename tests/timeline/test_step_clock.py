@@ -46,6 +46,7 @@ def test_cycles_do_not_reach_over_servers(tables_of, traces):
     assert _adjacent(tables_of(traces)) == {1: 1000.0, 3: 900.0}
 
 
+@pytest.mark.mostly_slow(every=4)
 @pytest.mark.parametrize(
     ("running", "waiting", "idle"), [(0, 0, True), (1, 0, False), (0, 1, False), (3, 2, False)]
 )
@@ -92,6 +93,7 @@ def _served(traces, *, late):
     return traces
 
 
+@pytest.mark.mostly_slow(every=3)
 @pytest.mark.parametrize(("late", "lag"), [(-30, 0), (500, 1), (970, 1)])
 def test_updates_well_after_the_next_start_tell_scheduling_ahead(tables_of, traces, late, lag):
     table = tables_of(_served(traces, late=late))
@@ -105,6 +107,7 @@ def test_a_few_updates_do_not_show_scheduling_ahead(tables_of, traces):
     assert execution_lags(table("timeline"), table("journey_events")).height == 0
 
 
+@pytest.mark.slow
 def test_aborts_do_not_count_as_updates(tables_of, traces):
     traces.steps(*(traces.summary(step, 1000.0 * step) for step in range(1, 41)))
     for step in range(2, 32):

@@ -48,10 +48,10 @@ TOKENIZER = {
     "truncation": None,
     "padding": None,
 }
-READY_S = float(os.environ.get("SERVER_READY_S", "150"))
-"""Three imports of vLLM, and a model of no size."""
+READY_S = float(os.environ.get("SERVER_READY_S", "300"))
+"""Three imports of vLLM, and a model of no size: half a minute, and ten times that on a machine with other work."""
 
-REQUEST_S = 60
+REQUEST_S = 120
 
 
 def write_model(folder: Path, config: dict = CONFIG) -> Path:
