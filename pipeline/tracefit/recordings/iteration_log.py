@@ -286,5 +286,6 @@ FORMAT = register(
         clock="the server's wall clock, in UTC or local time, at the resolution that the log is configured for",
         sources=(STEPS.name, MEANS.name),
         decode=decode,
+        stamped=(_MARK,),
     )
 )
