@@ -169,10 +169,10 @@ OTHER_MEANINGS = {
     },
     "log": {
         *("commands/drift.py", "fit/noise.py", "fit/speed.py", "reports/figures/elements.py"),
-        "timeline/request_counts.py",
+        *("timeline/request_counts.py", "inputs/containers/lines.py", "inputs/containers/exports.py"),
     },
 }
-"""Names that are also those of other things, and the modules with these: latencies, requests and benchmarks of clients; logarithms."""
+"""Names that are also those of other things, and the modules with these: latencies, requests and benchmarks of clients; logarithms, and keys of other programs' files."""
 
 
 def _formats():

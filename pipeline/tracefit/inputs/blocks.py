@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tracefit.inputs.compression import USUAL, Expansion, Gap, Piece, compression_of, pieces, rewindable
+from tracefit.inputs.containers import Container, unwrapped
 from tracefit.inputs.files import cannot_open, read_fully
 from tracefit.inputs.formats import HEAD_BYTES, JUNK_EDGE_BYTES, Contents, begins_json_traces, detect_format
 from tracefit.inputs.framing import Shape, next_record, whole_records
@@ -151,7 +152,7 @@ def lines_with(
     found: deque[str] = deque(maxlen=_MOST_LINES)
     rest, left = b"", most_bytes
     with file.open() as raw:
-        for piece in pieces(raw, bounds, most_bytes=most_bytes):
+        for piece in unwrapped(pieces(raw, bounds, most_bytes=most_bytes), _LONGEST_REST, []):
             if isinstance(piece, Gap):
                 continue
             left -= len(piece.data)
@@ -194,7 +195,8 @@ class _Splitter:
         self._file = file
         self._options = options
         self._bounds = bounds
-        self._content = content
+        self._containers: list[Container] = []
+        self._content = unwrapped(content, options.max_document_mib << 20, self._containers)
         # Where other processes find the file: some engines' workers have a working folder of their own.
         self._path = os.path.abspath(file.path) if by_path and file.filesystem is None else None  # noqa: PTH100 - `..` of a link stays what it is
         self._buffer = b""
@@ -216,7 +218,7 @@ class _Splitter:
             contents = detect_format(self._buffer, is_whole=False)
         if self._offset and contents.shape != "unknown":
             yield Reject(self._file.name, 0, self._offset, "not OTLP traces")
-        self.contents = contents
+        self.contents = replace(contents, containers=tuple(one.title for one in self._containers))
 
     def blocks(self) -> Iterator[Block | Reject]:
         yield from self._fill(head_bytes(self._options))
@@ -261,12 +263,16 @@ class _Splitter:
             if piece is None:
                 self._is_last = True
             elif isinstance(piece, Gap):
-                yield Reject(self._file.name, self._offset + size_so_far, 0, piece.reason, count=piece.count)
+                yield self._reject(self._offset + size_so_far, piece)
             else:
                 parts.append(piece.data)
                 size_so_far += len(piece.data)
                 self._stored += len(piece.data) if piece.is_stored else 0
         self._buffer = b"".join(parts) if len(parts) > 1 else self._buffer
+
+    def _reject(self, offset: int, gap: Gap) -> Reject:
+        outline = Rejects(self._options).excerpt(gap.record) if gap.record else ""
+        return Reject(self._file.name, offset, len(gap.record), gap.reason, outline, gap.count)
 
     def _drop(self, size: int) -> None:
         self._buffer = self._buffer[size:]

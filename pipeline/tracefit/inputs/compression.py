@@ -15,7 +15,7 @@ import re
 import sys
 import tempfile
 import zlib
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, BinaryIO, Literal, NamedTuple, cast
 
@@ -65,6 +65,9 @@ MAX_REREAD_BYTES, MAX_REREAD_SHARE = 32 << 20, 2
 """Bytes that may be read again to find the unit after damage: a fixed number, plus a multiple of the bytes
 read so far."""
 
+_MOST_LAYERS = 3
+"""Compressions of one content that are undone."""
+
 _TEXT_BYTES, _PIECE_BYTES = 4096, 64 << 10
 _TRIAL_BYTES, _MAX_TRIALS = 16 << 10, 16
 _BYTEWISE_STEPS, _STEP_BYTES = 1 << 20, 4096
@@ -98,10 +101,14 @@ _ZSTD_OPTIONS: dict[int, int] = {zstd.DecompressionParameter.window_log_max: 27}
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """A range with missing content; `count` adjacent units of length-prefixed zstd make one gap."""
+    """A range with missing content; `count` adjacent units of length-prefixed zstd make one gap.
+
+    A gap of a container has the `record` that could not be read.
+    """
 
     reason: str
     count: int = 1
+    record: bytes = b""
 
 
 class Piece(NamedTuple):
@@ -127,15 +134,70 @@ def pieces(
         Pieces of at most `bounds.chunk_bytes` (`max_record_bytes` for a record of length-prefixed zstd), and a gap
         wherever content is missing.
     """
-    with rewindable(raw) as stream:
-        items = _FileReader(stream, bounds, most_bytes).read()
+    with ExitStack() as streams:
+        reader = _FileReader(streams.enter_context(rewindable(raw)), bounds, most_bytes)
+        content = reader.read()
+        # A program that compresses its files may be given one that is compressed already.
+        for _ in range(_MOST_LAYERS - 1):
+            head = next(content, None)
+            content = itertools.chain([head] if head else [], content)
+            if not isinstance(head, Piece) or head.is_stored or not compression_of(head.data):
+                break
+            inner = streams.enter_context(rewindable(cast("BinaryIO", layer := _Layer(content))))
+            content = layer.with_gaps(_FileReader(inner, bounds, sys.maxsize).read())
+            content = _limited(content, reader, bounds)
         # Adjacent gaps are joined: there can be millions of them.
-        for is_gap, group in itertools.groupby(items, key=lambda item: isinstance(item, Gap)):
+        for is_gap, group in itertools.groupby(content, key=lambda item: isinstance(item, Gap)):
             if is_gap:
                 first = cast("Gap", next(group))
                 yield Gap(first.reason, first.count + sum(cast("Gap", gap).count for gap in group))
             else:
                 yield from group
+
+
+def _limited(content: Iterator[Piece | Gap], reader: _FileReader, bounds: Expansion) -> Iterator[Piece | Gap]:
+    """Yield content of several layers of compression, which together expand no more than one may."""
+    size = 0
+    for item in content:
+        size += 0 if isinstance(item, Gap) else len(item.data)
+        if size > bounds.free_bytes and size > bounds.max_ratio * reader.reach:
+            yield Gap(_bomb(bounds))
+            return
+        yield item
+
+
+def _bomb(bounds: Expansion) -> str:
+    return f"decompression bomb: more than {bounds.max_ratio} bytes for each compressed byte"
+
+
+class _Layer(io.RawIOBase):
+    """Content of one layer of compression as a stream that the next layer is read from."""
+
+    def __init__(self, content: Iterator[Piece | Gap]) -> None:
+        super().__init__()
+        self._content = content
+        self._rest = b""
+        self._gaps: list[Gap] = []
+
+    def read(self, size: int = -1) -> bytes:
+        while not self._rest and (item := next(self._content, None)) is not None:
+            if isinstance(item, Gap):
+                self._gaps.append(item)
+            else:
+                self._rest = item.data
+        data, self._rest = self._rest[:size], self._rest[size:]
+        return data
+
+    def with_gaps(self, content: Iterator[Piece | Gap]) -> Iterator[Piece | Gap]:
+        """Yield content that is made of this stream, and the gaps of the stream as they come."""
+        for item in content:
+            yield from self._taken()
+            yield item
+        yield from self._taken()
+
+    def _taken(self) -> list[Gap]:
+        gaps, self._gaps = self._gaps, []
+        return gaps
 
 
 @contextmanager
@@ -229,6 +291,11 @@ class _FileReader:
         self._is_binary = False  # these records are protobuf
         self._is_stored = True  # all bytes yielded so far are the file's own, at the same offset
 
+    @property
+    def reach(self) -> int:
+        """How many bytes of the file are read so far."""
+        return self._window_start + len(self._window)
+
     def read(self) -> Iterator[Piece | Gap]:
         position = 0
         while position >= 0 and (head := self._bytes(position, 8)):
@@ -314,8 +381,7 @@ class _FileReader:
         self._expanded += size
         read = self._compressed + consumed
         if self._expanded > self._bounds.free_bytes and self._expanded > self._bounds.max_ratio * read:
-            reason = f"decompression bomb: more than {self._bounds.max_ratio} bytes for each compressed byte"
-            raise _DamageError(reason, 0, is_final=True)
+            raise _DamageError(_bomb(self._bounds), 0, is_final=True)
 
     def _framed(self, start: int) -> Generator[Piece | Gap, None, int]:
         """Yield the one record after a length, as a line of JSON or as length-prefixed protobuf; return its end."""

@@ -72,6 +72,7 @@ class Recording:
         sources: The sources of the times of its steps, as `tables.sources` declares them.
         asked: A file of it in words, for a user who has none.
         file_name: The beginning of the names of its files, where names count.
+        stamped: Parts of lines whose time counts: the one that a container gives such a line is put before it.
         lacks: The values that its requests never have, of those that `tables.unread` counts.
     """
 
@@ -90,6 +91,7 @@ class Recording:
     sources: tuple[str, ...] = ()
     asked: str = ""
     file_name: str = ""
+    stamped: tuple[bytes, ...] = ()
 
 
 RECORDINGS: dict[str, Recording] = {}
@@ -124,6 +126,7 @@ class Contents:
         compression: Compression of its first bytes.
         signal: Signal of the first record.
         recording: Name of the recording format, if the file does not hold spans.
+        containers: Names in words of the containers around the records, the outermost first.
     """
 
     shape: Shape
@@ -131,6 +134,7 @@ class Contents:
     compression: Compression | None = None
     signal: Signal = "traces"
     recording: Recording | None = None
+    containers: tuple[str, ...] = ()
 
     @property
     def is_traces(self) -> bool:
@@ -146,6 +150,8 @@ class Contents:
         words = _SHAPE_WORDS[self.shape].format(encoding)
         if self.compression == "framed zstd" and self.encoding:
             words = f"length-prefixed zstd of {encoding}"
+        if self.containers:
+            words = f"{' with '.join(self.containers)}, as {words}"
         return words if self.signal == "traces" else f"{words}, {self.signal}"
 
 

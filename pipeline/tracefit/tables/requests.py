@@ -193,6 +193,7 @@ _NUMBERS = {
 }
 """Column of spans to the column of `requests` that it gives, and the factor between them."""
 
+_FORWARD = next(name for name, (column, _) in _NUMBERS.items() if column == "model_forward_us")
 _LATENCIES = tuple(name for name, (column, _) in _NUMBERS.items() if column in _DURATIONS)
 _LASTED_S = (pl.col("end_unix_ns") - pl.col("start_unix_ns")) / 1e9
 _LONGER, _SLACK_S = 10.0, 1.0
@@ -205,10 +206,14 @@ def _number(name: str) -> pl.Expr:
 
 
 def _in_seconds(spans: pl.DataFrame) -> pl.DataFrame:
-    """Convert the latencies that an agent wrote in nanoseconds to seconds.
+    """Convert the latencies that an agent wrote in nanoseconds to seconds, and times that vLLM before 1.0 wrote in milliseconds.
 
     A span is converted if all its latencies fit into it as nanoseconds, and the longest does not fit as seconds.
     """
+    forward = _number(_FORWARD)
+    is_ms = (forward > _LASTED_S) & (forward <= 1e3 * (_LONGER * _LASTED_S + _SLACK_S)) & (_LASTED_S > 0)
+    in_ms = divided(forward, 1e3).cast(pl.String)
+    spans = spans.with_columns(pl.when(is_ms).then(in_ms).otherwise(_FORWARD).alias(_FORWARD))
     values = [_number(name) for name in _LATENCIES]
     longest = pl.max_horizontal(values)
     whole = pl.all_horizontal(((value == 0) | (value >= 1)).fill_null(value=True) for value in values)
@@ -374,8 +379,15 @@ def _without_events(described: pl.DataFrame) -> pl.DataFrame:
         described.with_columns(*missing, *(pl.col(c).alias(f"{c}_stated") for c in stated))
     )
     rows = rows.with_columns(pl.coalesce(f"{c}_stated", c).alias(c) for c in stated)
+    # The front end stamps only its end: the parts before the queue and on the way back cannot be separated.
     # The admission is rounded to whole nanoseconds: rounding errors around zero must not count as times in percentage errors.
     admission = (pl.col("ttft_us") - pl.col("queue_wait_us") - pl.col("prefill_us")).round(3)
+    # vLLM before 1.0 states neither prefill nor decode.
+    is_missing = (pl.col("dialect") == dialects.STOCK) & pl.col("decode_us_stated").is_null()
+    rows = rows.with_columns(
+        admission_us=pl.coalesce("admission_us", admission),
+        decode_us=pl.when(is_missing).then(pl.col("e2e_us") - pl.col("ttft_us")).otherwise("decode_us"),
+    )
     # If phases are stated only as durations, their times are counted back from the first token: accurate enough to order
     # and split requests, but the difference to the arrival includes the way back from the engine.
     scheduled = pl.col("first_token_ns") - _ns("prefill_us")
@@ -385,8 +397,6 @@ def _without_events(described: pl.DataFrame) -> pl.DataFrame:
         queued_ns=pl.max_horizontal(pl.coalesce("queued_ns", queued, "arrival_ns"), "arrival_ns"),
         last_token_ns=pl.coalesce("last_token_ns", pl.col("first_token_ns") + _ns("decode_us")),
         epoch=pl.lit(0, pl.Int64),
-        # The front end stamps only its end: the parts before the queue and on the way back cannot be separated.
-        admission_us=pl.coalesce("admission_us", admission),
     )
 
 

@@ -52,6 +52,7 @@ _TRIM_ROUNDS, _MIN_TRIMMED_SHARE = 100, 0.5
 """Most rounds that leave out preempted requests, and the least share of the requests that must remain."""
 
 _SERVER_TIMES = ("arrival_ns", "ttft_us", "e2e_us", "queue_wait_us", "prefill_us", "decode_us")
+_OLD_TIMES = ("arrival_ns", "ttft_us", "e2e_us")
 _CLIENT_TIMES = ("arrival_ns", "client_ttft_us", "client_e2e_us")
 """Times without which the steps of a request cannot be counted."""
 
@@ -67,10 +68,16 @@ def is_counted() -> pl.Expr:
 
 def is_usable() -> pl.Expr:
     """Return whether steps are counted from a request and it has all times and lengths; never null."""
-    needed = pl.when(pl.col("dialect") == CLIENT).then(pl.all_horizontal(pl.col(_CLIENT_TIMES).is_not_null()))
-    has_times = needed.otherwise(pl.all_horizontal(pl.col(_SERVER_TIMES).is_not_null()))
+    needed = pl.when(pl.col("dialect") == CLIENT).then(_has(_CLIENT_TIMES))
+    # vLLM before 1.0 states no prefill.
+    is_old = (pl.col("prefill_us").is_null() | (pl.col("dialect") != STOCK)).all()
+    has_times = needed.when(is_old).then(_has(_OLD_TIMES)).otherwise(_has(_SERVER_TIMES))
     has_lengths = pl.all_horizontal(pl.col("prompt_tokens", "output_tokens") > 0)
     return (has_times & has_lengths & is_counted()).fill_null(value=False)
+
+
+def _has(times: tuple[str, ...]) -> pl.Expr:
+    return pl.all_horizontal(pl.col(times).is_not_null())
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,13 +95,16 @@ class RequestArrays:
     prefill_us: Floats
     decode_us: Floats
     is_client: bool = False
-    """Whether a client measured the times: it receives the tokens of a step one by one and does not see the scheduling."""
+    """Whether a client measured the times, or vLLM before 1.0 its front end: it receives the tokens of a step one by one and does not see
+    the scheduling."""
 
     @classmethod
     def of(cls, rows: pl.DataFrame) -> RequestArrays:
         """Return the arrays of usable requests. A client does not see when a request is scheduled: its TTFT counts as the prefill."""
-        if is_client := CLIENT in rows["dialect"]:
-            ttft, e2e = pl.col("client_ttft_us"), pl.col("client_e2e_us")
+        is_old = not rows["prefill_us"].count()
+        if is_client := is_old or CLIENT in rows["dialect"]:
+            prefix = "client_" if CLIENT in rows["dialect"] else ""
+            ttft, e2e = pl.col(f"{prefix}ttft_us"), pl.col(f"{prefix}e2e_us")
             rows = rows.with_columns(
                 ttft_us=ttft, e2e_us=e2e, queue_wait_us=pl.lit(0.0), prefill_us=ttft, decode_us=e2e - ttft
             )
