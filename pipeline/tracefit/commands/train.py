@@ -208,6 +208,8 @@ def _trained(
     trained = [r for s in deployments for r in publish.runs_of(s)]
     replays = replay_all(store, Models(published), trained)
     rates = {} if options.fast else rates_of(store, Models(published), replays)
+    for _ in deployments:
+        progress.finish_part()
     evaluation = publish.evaluate(
         deployments,
         runs,
@@ -309,6 +311,10 @@ def _has_many_too_fast(deployment: DeploymentEvaluation) -> bool:
     return sum(rows.left_out.get(TOO_FAST, 0) for rows in of_steps) > _FEW_TOO_FAST * everything
 
 
+_PARTS = 2
+"""Parts of the work on a deployment that take about as long: its fits, and its replays with the page."""
+
+
 def fit_runs(
     store: TableStore,
     runs: pl.DataFrame,
@@ -322,7 +328,9 @@ def fit_runs(
     sets = feature_sets(options.features)
     how = deployment_options(options)
     deployments = []
-    for deployment, members in deployments_of(runs, str(store.root)):
+    grouped = deployments_of(runs, str(store.root))
+    progress.expect_parts(_PARTS * len(grouped))
+    for deployment, members in grouped:
         progress.stage(f"fitting {deployment.deployment_id} ({_some(members)})")
         frames = dict(each_run(engine, frames_of, store, members))
         overloads = tuple(filter(None, (frames[run_id].overload for run_id in members)))
@@ -338,6 +346,7 @@ def fit_runs(
             progress.warn(f"{deployment.deployment_id}: {text}")
         fitted = replace(fit_deployment(seen, tables, sets, how), overloads=overloads)
         deployments.append(fitted)
+        progress.finish_part()
         rows = fitted.beta_rows
         count = 0 if rows is None else rows.filter(is_excluded([TOO_FAST])).height
         if rows is not None and count > _FEW_TOO_FAST * rows.height:
