@@ -227,7 +227,7 @@ def test_rows_of_requests_need_their_kind(tracefit, tmp_path):
 def test_only_matching_deployments_are_offered(tracefit):
     code, _, err = tracefit("predict", ROOT / "models", "--deployment", "tiny", "--batch", 1)
     assert code == 2
-    assert "2 deployments match tiny; name one with --deployment: tiny-llama-a" in err
+    assert "3 deployments match tiny; name one with --deployment: tiny-llama-c" in err
     assert "qwen" not in err
 
 
