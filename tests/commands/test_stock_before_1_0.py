@@ -53,7 +53,7 @@ def test_decode_is_the_rest_after_the_first_token(tables):
 
 
 def test_a_forward_time_in_milliseconds_is_read_in_them(tables):
-    assert tables["old", "requests"]["model_forward_us"].to_list().unique().to_list() == [250_000.0]
+    assert tables["old", "requests"]["model_forward_us"].unique().to_list() == [250_000.0]
     assert tables["old", "rejects"].height == 0
 
 

@@ -16,8 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tracefit
+import wrapped
 from decoding import decoded_block
-from tracefit.inputs.blocks import Block, inspect_file
+from tracefit.inputs.blocks import Block, inspect_file, load, read_blocks
 from tracefit.inputs.discovery import open_inputs
 from tracefit.inputs.files import TraceFile
 from tracefit.recordings import iteration_log
@@ -65,17 +66,20 @@ FORMS = {
     "created": lambda m: f"{AT:.6f} INFO 21570 {m}",
     "zone": lambda m: f"{of_the_time(AT + 19800, '%Y-%m-%dT%H:%M:%S.573491+05:30')} {m}",
     "milliseconds": lambda m: json.dumps({"ts": int(AT * 1000), "msg": m}),
+    "journal": lambda m: f"Nov 23 08:55:49.573491 INFO 11-23 08:55:49 [loggers.py:198] {m}",
+    "syslog": lambda m: f"Nov 23 08:55:49 [gpu-1] {m}",
     "bare": lambda m: m,
 }
 SECOND = 1_795_424_149
 STAMPS = {
     # A time without a year is in 2000: 957 years of 365.25 days less make 8:55:49 on the same day.
     **dict.fromkeys(
-        ("default", "process", "colours"),
+        ("default", "process", "colours", "syslog"),
         int(datetime(2000, 11, 23, 8, 55, 49, tzinfo=UTC).timestamp()) * 10**9,
     ),
     **dict.fromkeys(("json", "milliseconds"), SECOND * 10**9 + 573_000_000),
     **dict.fromkeys(("docker", "kubernetes", "created", "zone"), SECOND * 10**9 + 573_491_000),
+    "journal": int(datetime(2000, 11, 23, 8, 55, 49, tzinfo=UTC).timestamp()) * 10**9 + 573_491_000,
     "bare": None,
 }
 
@@ -599,3 +603,53 @@ def test_log_with_spans_of_another_server_asks_for_no_spans(tmp_path):
     shown = " ".join(inspect_text(tracefit.inspect(tmp_path / "log")).split())
     assert "requests of the run could be assigned to the lines of the log" in shown
     assert "start the server with --otlp-traces-endpoint" not in shown
+
+
+# -- logs in containers -----------------------------------------------------------------------------------
+
+STORES = {
+    "docker": (wrapped.docker, None, "unknown.dp0"),
+    "cri": (wrapped.cri, None, "unknown.dp0"),
+    "loki": (wrapped.loki, 1, "vllm-0/vllm.dp0"),
+    "cloudwatch": (wrapped.cloudwatch, 10**6, "vllm-server-1.dp0"),
+    "insights": (wrapped.insights, 10**6, "unknown.dp0"),
+    "subscription": (wrapped.subscription, 10**6, "vllm-server-1.dp0"),
+    "google": (wrapped.google, 1, "vllm-0/vllm.dp0"),
+    "journal": (wrapped.journal, 1000, "gpu-1/vllm.dp0"),
+}
+"""Container to its writer, the resolution of its times in ns (null if all lines have one time), and the server that it names."""
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_a_log_that_a_store_exports_is_read_whole(tmp_path, store):
+    """Every step, at the finest time that the store has."""
+    write, resolution_ns, server = STORES[store]
+    steps_of_log = (f"\x1b[36m(EngineCore pid=7)\x1b[0m {default(step, second=1)}" for step in range(30))
+    content = "\n".join(["Starting the server {", *steps_of_log])
+    (tmp_path / "log").write_bytes(write(content.encode() + b"\n"))
+    blocks = list(read_blocks(TraceFile.local(tmp_path / "log")))
+    (block,) = blocks
+    assert (block.recording, block.encoding) == ("log", "text")
+    steps = decoded(load(block)).steps.sort("step_id")
+    assert steps["step_id"].to_list() == list(range(30))
+    assert set(steps["server"]) == {server}
+    wanted = [1_790_000_000_223_456_789 + 10**8 * step for step in range(30)]
+    if resolution_ns:
+        wanted = [ns // resolution_ns * resolution_ns for ns in wanted]
+    else:
+        wanted = [int(datetime.fromisoformat(f"{wrapped.TIME[:19]}Z").timestamp()) * 10**9 + 123_456_789] * 30
+    assert steps["unix_ns"].to_list() == wanted
+
+
+@pytest.mark.parametrize("indent", [None, 4])
+def test_an_export_in_which_a_record_is_cut_keeps_the_others(tmp_path, indent):
+    entries = json.loads(wrapped.google("\n".join(default(step) for step in range(9)).encode()))
+    content = json.dumps(entries, indent=indent).encode().replace(b'"insertId"', b'"insertId', 5)
+    content = content.replace(b'"insertId', b'"insertId"', 4)
+    (tmp_path / "log").write_bytes(content)
+    blocks = list(read_blocks(TraceFile.local(tmp_path / "log")))
+    steps = [
+        step for block in blocks if isinstance(block, Block) for step in decoded(load(block)).steps["step_id"]
+    ]
+    assert len(steps) == 8
+    assert len(blocks) > 1

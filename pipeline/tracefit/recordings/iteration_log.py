@@ -90,6 +90,8 @@ _DATE = (
     r"(?:^|[^0-9-])(?:(?P<year>(?:19|20)[0-9]{2})[-/])?(?P<month>[01][0-9])[-/](?P<day>[0-3][0-9])[T ]"
     r"(?P<time>[0-2][0-9]:[0-5][0-9]:[0-5][0-9])"
 )
+_MONTHS = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec")
+_SYSLOG_DATE = rf"(?:^|[^A-Za-z])(?P<month>{'|'.join(_MONTHS)}) (?P<day>[ 0-3][0-9]) (?P<time>[0-2][0-9]:[0-5][0-9]:[0-5][0-9])"
 _ZONE = r"(?: ?(?P<hours>[+-][0-9]{2}):?(?P<minutes>[0-9]{2}))?"
 _FRACTION = r"[.,](?P<fraction>[0-9]{1,9})"
 _UNIX = r"(?:^|[^0-9.])(?P<seconds>1[0-9]{9})"
@@ -259,6 +261,13 @@ def _of_date() -> pl.Expr:
     return seconds + _fraction_ns() - 10**9 * east
 
 
+def _of_syslog() -> pl.Expr:
+    month = pl.col("month").replace_strict(_MONTHS, range(1, 13), return_dtype=pl.Int64)
+    date = pl.format("{}-{}-{} {}", pl.lit(_NO_YEAR), month, pl.col("day").str.strip_chars(), "time")
+    seconds = date.str.to_datetime("%Y-%m-%d %H:%M:%S", time_unit="ns", strict=False).cast(pl.Int64)
+    return seconds + _fraction_ns()
+
+
 def _of_unix() -> pl.Expr:
     return pl.col("seconds").cast(pl.Int64) * 10**9 + _fraction_ns()
 
@@ -270,8 +279,10 @@ def _fraction_ns() -> pl.Expr:
 _STAMPS = (
     (_DATE + _FRACTION + _ZONE, _of_date()),
     (_UNIX + _UNIX_FRACTION, _of_unix()),
+    (_SYSLOG_DATE + _FRACTION, _of_syslog()),
     (_DATE + r"(?P<fraction>0)?" + _ZONE, _of_date()),
     (_UNIX + r"(?P<fraction>0)?(?:[^0-9.]|$)", _of_unix()),
+    (_SYSLOG_DATE + r"(?P<fraction>0)?", _of_syslog()),
 )
 """How times look, the finest first, and what becomes of their parts."""
 

@@ -251,7 +251,7 @@ GOOGLE = register(
             head.startswith((b"{", b"[")) and bool(_GOOGLE_KEYS.search(head) and _GOOGLE_NAME.search(head))
         ),
         read=_reader(
-            re.compile(rb'\{\s*"(?:insertId|jsonPayload|labels|logName|textPayload|receiveTimestamp)"\s*:'),
+            re.compile(rb'\{\s*"(?:insertId|jsonPayload|logName|textPayload|receiveTimestamp)"\s*:'),
             lambda head: int(head.startswith(b"[")),
             _google,
         ),
