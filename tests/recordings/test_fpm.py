@@ -610,3 +610,53 @@ def test_long_prompts_are_no_other_unit(tmp_path):
     prompt = {"num_prefill_requests": 1, "sum_prefill_tokens": 8192}
     _, steps, implausible = stored(tmp_path, csv_lines([record(n, 9.0, **prompt) for n in range(40)]))
     assert (implausible, steps["cycle_us"].count()) == ({}, 40)
+
+
+# -- other recorders --------------------------------------------------------------------------------------
+
+
+def traced(records, *, timestamp=1_790_000_000_000):
+    """Return lines of Dynamo's `--fpm-trace`: https://docs.nvidia.com/dynamo, "Forward pass metrics", 1.6."""
+    events = (
+        {"schema": "dynamo.fpm.trace.v1", "worker_id": "w", "dp_rank": 0, "fpm": one} for one in records
+    )
+    lines = ({"timestamp": timestamp + number, "event": event} for number, event in enumerate(events))
+    return "".join(json.dumps(line) + "\n" for line in lines).encode()
+
+
+def metrics_of(records):
+    return [json.loads(line)["metrics"] for line in json_lines(records)]
+
+
+def test_a_trace_of_dynamo_is_read_and_says_where_it_is_sampled(ingested):
+    every = metrics_of(steady(30))
+    tables = ingested(traced(every[::3]))
+    assert tables["steps"].height == 10
+    assert set(tables["timeline"]["cycle_source"]) == {"fpm_trace"}
+    assert tables["timeline"]["cycle_us"][0] == pytest.approx(10_010)
+    assert tables["rejects"].height == 0
+    assert [text for text in tables["result"].warnings if "DYN_FPM_MODE=full" in text]
+
+
+def test_a_trace_with_every_step_has_no_warning(ingested):
+    tables = ingested(traced(metrics_of(steady(30))))
+    assert tables["runs"]["lost_steps"].to_list() == [0]
+    assert tables["result"].warnings == ()
+
+
+def test_a_record_of_gpu_time_is_not_the_cycle(ingested):
+    records = metrics_of(steady(8))
+    lines = [
+        {"received_at_ns": 1_790_000_000_000_000_000 + n, "metrics": one} for n, one in enumerate(records)
+    ]
+    for line in lines[:4]:
+        line["metrics"]["timing_scope"] = "model_step_cuda"
+    tables = ingested("".join(json.dumps(line) + "\n" for line in lines).encode())
+    assert tables["timeline"].sort("step_id")["cycle_source"].to_list() == ["fpm_gpu"] * 4 + ["fpm"] * 4
+
+
+@pytest.mark.parametrize(("overlap", "is_warned"), [({}, True), ({"async_scheduling": False}, False)])
+def test_sglang_with_overlap_scheduling_is_warned_with_the_flag(ingested, overlap, is_warned):
+    tables = ingested(b"".join(json_lines(steady(30))), sglang_version="0.5.23", **overlap)
+    texts = [text for text in tables["result"].warnings if "--disable-overlap-schedule" in text]
+    assert len(texts) == is_warned

@@ -67,7 +67,7 @@ FORMS = {
     "zone": lambda m: f"{of_the_time(AT + 19800, '%Y-%m-%dT%H:%M:%S.573491+05:30')} {m}",
     "milliseconds": lambda m: json.dumps({"ts": int(AT * 1000), "msg": m}),
     "journal": lambda m: f"Nov 23 08:55:49.573491 INFO 11-23 08:55:49 [loggers.py:198] {m}",
-    "syslog": lambda m: f"Nov 23 08:55:49 {m}",
+    "syslog": lambda m: f"Nov 23 08:55:49 [gpu-1] {m}",
     "bare": lambda m: m,
 }
 SECOND = 1_795_424_149
@@ -153,7 +153,6 @@ def test_lines_of_engine_processes_have_neither_engine_nor_usage():
     assert steps["kv_usage_ratio"].to_list() == [None, 0.005, None]
 
 
-@pytest.mark.slow
 def test_a_dummy_batch_is_an_empty_step(ingested):
     dummy = line(2, AT + 0.01, batch=(0, 0, 0, 0), rest=" (dummy), GPU KV cache usage: 0.5%")
     encoder = line(3, AT + 0.02, rest=", 1 encoder inputs, 50 encoder tokens, GPU KV cache usage: 0.5%")
@@ -189,7 +188,6 @@ def test_time_between_lines_is_of_the_later_step(ingested):
     assert set(timeline["composition_source"]) == {"log"}
 
 
-@pytest.mark.slow
 def test_time_beyond_the_elapsed_time_is_a_pause(ingested):
     times = [0.010 * step for step in range(30)]
     fresh = [line(step, AT + at, elapsed_ms=9.0) for step, at in enumerate(times)]
@@ -414,7 +412,6 @@ def test_servers_of_one_log_are_told_apart_by_what_is_before_their_lines(ingeste
     assert tables["rejects"].height == 0
 
 
-@pytest.mark.slow
 def test_a_server_that_restarts_in_a_log_of_several_is_one_server(ingested):
     """A restart changes the process."""
     texts = [prefixed("syslog", "a", 1) + default(step) for step in range(20)]

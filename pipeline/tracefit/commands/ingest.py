@@ -49,6 +49,7 @@ from tracefit.tables.disk import disk_errors
 from tracefit.tables.named_models import NamedModel, model_doubts
 from tracefit.tables.record_servers import SHARED_NAME
 from tracefit.tables.rows import hash_of_kept
+from tracefit.tables.sources import SOURCES
 from tracefit.tables.staging import staged_parts
 from tracefit.tables.store import ReadFile, TableStore
 
@@ -194,6 +195,7 @@ def ingest_inputs(
         "implausible",
         "unread",
         "models",
+        "dialects",
         *_CLOCK,
         *_OF_RUN,
         *_OF_SERVER,
@@ -216,7 +218,13 @@ def ingest_inputs(
             [f"left out: {run.failed.line()}"]
             if run.failed
             else [
-                *_warnings_of(store, summaries[run.run_id], facts[run.run_id], ahead.get(run.run_id, ())),
+                *_warnings_of(
+                    store,
+                    summaries[run.run_id],
+                    facts[run.run_id],
+                    ahead.get(run.run_id, ()),
+                    run.context.settings,
+                ),
                 *_model_warnings(run, facts[run.run_id]["models"]),
             ]
         )
@@ -273,7 +281,10 @@ def _starts_of(source: RunSource) -> list[ServerStart]:
 def _by_run(rows: pl.DataFrame) -> pl.DataFrame:
     """Return the facts of each run from its rows of the `runs` table, a row per server."""
     return rows.group_by("run_id").agg(
-        pl.first("events", "implausible", "unread", "models", *_OF_RUN), pl.sum(*_OF_SERVER), servers=pl.len()
+        pl.first("events", "implausible", "unread", "models", *_OF_RUN),
+        pl.col("dialects").drop_nulls().str.split(",").explode().unique().sort(),
+        pl.sum(*_OF_SERVER),
+        servers=pl.len(),
     )
 
 
@@ -312,7 +323,11 @@ def _clocks_ahead(rows: pl.DataFrame) -> dict[str, list[tuple[str, float, float]
 
 
 def _warnings_of(
-    store: TableStore, run: RunSummary, facts: Mapping[str, Any], ahead: Iterable[tuple[str, float, float]]
+    store: TableStore,
+    run: RunSummary,
+    facts: Mapping[str, Any],
+    ahead: Iterable[tuple[str, float, float]],
+    settings: ServerSettings,
 ) -> list[str]:
     run_id, texts = run.run_id, []
     shared = json.loads(facts["implausible"] or "{}").get(SHARED_NAME, 0)
@@ -346,10 +361,18 @@ def _warnings_of(
     if run.duplicate_spans:
         what = "spans" if run.spans else "records"
         texts.append(f"{run_id}: {run.duplicate_spans} {what} were there twice and count once")
+    sources = [SOURCES[name] for name in facts["dialects"] or () if name in SOURCES]
     if run.lost_steps:
+        reasons = dict.fromkeys(source.if_lost for source in sources if source.if_lost)
         texts.append(
-            f"{run_id}: {run.lost_steps:,} numbers of the step counter have no record: these steps were lost, or left out of the file"
+            f"{run_id}: {run.lost_steps:,} numbers of the step counter have no record: "
+            + ("; ".join(reasons) or "these steps were lost, or left out of the file")
         )
+    if settings.is_sglang and settings.async_scheduling is not False:
+        of_sglang = [SOURCES.get(source.from_sglang, source) for source in sources]
+        texts += [
+            f"{run_id}: {text}" for text in dict.fromkeys(source.caution for source in of_sglang) if text
+        ]
     return texts
 
 

@@ -211,6 +211,7 @@ class _Splitter:
         yield from self._fill(head_bytes(self._options))
         contents = detect_format(self._buffer, is_whole=self._is_last)
         most = self._bounds.most_junk_bytes
+        known = contents.known
         while contents.shape == "unknown" and not self._is_last and self._offset < most:
             # A record may begin in the last bytes of the junk.
             self._drop(len(self._buffer) - JUNK_EDGE_BYTES)
@@ -218,7 +219,9 @@ class _Splitter:
             contents = detect_format(self._buffer, is_whole=False)
         if self._offset and contents.shape != "unknown":
             yield Reject(self._file.name, 0, self._offset, "not OTLP traces")
-        self.contents = replace(contents, containers=tuple(one.title for one in self._containers))
+        titles = tuple(one.title for one in self._containers)
+        known = known if contents.shape == "unknown" else ""
+        self.contents = replace(contents, known=known, containers=titles)
 
     def blocks(self) -> Iterator[Block | Reject]:
         yield from self._fill(head_bytes(self._options))
@@ -226,7 +229,9 @@ class _Splitter:
         yield from self.detect()
         shape, encoding = self.contents.shape, self.contents.encoding or "json"
         if shape == "unknown":
-            yield from self._skipped("not OTLP traces", shape, "json" if is_text else "protobuf", start=0)
+            yield from self._skipped(
+                self._words_of_unknown, shape, "json" if is_text else "protobuf", start=0
+            )
             return
         if self.contents.recording and not self.contents.recording.decode:
             yield Reject(
@@ -294,6 +299,10 @@ class _Splitter:
             )
         self._drop(size)
         return block
+
+    @property
+    def _words_of_unknown(self) -> str:
+        return f"not OTLP traces: {self.contents.known}" if self.contents.known else "not OTLP traces"
 
     @property
     def _starts(self) -> re.Pattern[bytes] | None:

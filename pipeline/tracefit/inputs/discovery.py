@@ -287,7 +287,7 @@ class _FileFinder:
             self._left_out[LeftOut(file.name, f"it holds OTLP {contents.signal}", is_notable=True)] = None
             return None
         if not (is_named or contents.is_traces):
-            self._left_out[LeftOut(file.name, str(contents), is_notable=False)] = None
+            self._left_out[LeftOut(file.name, str(contents), is_notable=bool(contents.known))] = None
         return "decoded" if is_named or contents.is_traces else None
 
     def _run(

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from tracefit.inputs import otlp_wire as wire
 from tracefit.inputs.framing import BOM, RECORD_START, Shape, next_record, records
 from tracefit.inputs.rejects import Encoding, is_json
+from tracefit.inputs.unread import known_as
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -126,6 +127,7 @@ class Contents:
         compression: Compression of its first bytes.
         signal: Signal of the first record.
         recording: Name of the recording format, if the file does not hold spans.
+        known: What a file is that is not read, and what to do.
         containers: Names in words of the containers around the records, the outermost first.
     """
 
@@ -135,6 +137,7 @@ class Contents:
     signal: Signal = "traces"
     recording: Recording | None = None
     containers: tuple[str, ...] = ()
+    known: str = ""
 
     @property
     def is_traces(self) -> bool:
@@ -150,6 +153,8 @@ class Contents:
         words = _SHAPE_WORDS[self.shape].format(encoding)
         if self.compression == "framed zstd" and self.encoding:
             words = f"length-prefixed zstd of {encoding}"
+        if self.known:
+            words = f"{words}: {self.known}"
         if self.containers:
             words = f"{' with '.join(self.containers)}, as {words}"
         return words if self.signal == "traces" else f"{words}, {self.signal}"
@@ -168,7 +173,7 @@ def detect_format(head: bytes, *, is_whole: bool) -> Contents:
         for recording in RECORDINGS.values():
             if layout := recording.find(head):
                 return Contents(*layout, recording=recording)
-        return Contents("unknown", None)
+        return Contents("unknown", None, known=known_as(head))
     signal: Signal = "traces"
     if other:
         signal = "logs" if other[1].lower() == b"logs" else "metrics"

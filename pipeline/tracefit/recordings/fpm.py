@@ -1,17 +1,21 @@
 """ForwardPassMetrics: one record for each engine step, by workers of Dynamo (vLLM, TensorRT-LLM) and by SGLang.
 
-Files are Dynamo's JSON lines (`{"received_at_ns": …, "metrics": {…}}`), AIConfigurator's `fpm_metrics_detail.csv`, or msgpack
+Files are Dynamo's JSON lines (`{"received_at_ns": …, "metrics": {…}}`), those of its `--fpm-trace` (`{"timestamp": …, "event":
+{"schema": "dynamo.fpm.trace.v1", "fpm": {…}}}`), AIConfigurator's `fpm_metrics_detail.csv`, or msgpack
 messages one after another, as maps or arrays. Fields are those of version 1 in `dynamo/common/forward_pass_metrics.py`
 (ai-dynamo 1.6.1), which `sglang/srt/observability/forward_pass_metrics.py` (sglang 0.5.23) repeats.
 
 `wall_time` is in Dynamo the time from one step's output to the next one's, after idling from `schedule()` to the output; in
-SGLang it is GPU time. A heartbeat has none: the engine is idle.
+SGLang it is GPU time, as where the native recorder that vLLM was offered says so in `timing_scope`. A heartbeat has none: the engine is
+idle.
 """
 
 from __future__ import annotations
 
 import re
 from contextlib import suppress
+from dataclasses import replace
+from datetime import datetime
 from itertools import pairwise
 from operator import attrgetter
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -52,6 +56,8 @@ STEPS_OF_SGLANG = declare(
         target_source="forward_pass_metrics",
         notes=(_NO_TOKENS,),
         is_by_rank=True,
+        caution="with overlap scheduling, SGLang's ForwardPassMetrics merge forwards of the GPU, and some batches are missing: record with "
+        "--disable-overlap-schedule",
     )
 )
 
@@ -74,9 +80,22 @@ STEPS = declare(
     )
 )
 
+STEPS_OF_TRACE = declare(
+    replace(
+        STEPS,
+        name="fpm_trace",
+        if_lost="Dynamo's --fpm-trace samples steps unless the worker has DYN_FPM_MODE=full",
+        fields=None,
+    )
+)
+
 # -- how it is recognised ----------------------------------------------------------------------------------
 
-_LINE_START = re.compile(rb'\{\s*"(?:received_at_ns|metrics)"\s*:')
+_LINE_START = re.compile(rb'\{\s*"(?:received_at_ns|metrics|timestamp"\s*:\s*[0-9"][^{}]{0,99}"event)"\s*:')
+_GPU_SCOPE = re.compile("cuda|gpu|device|hip|forward|kernel")
+"""Words of a `timing_scope` that is time of the GPU, not the cycle."""
+_TRACE_MARK = b'"dynamo.fpm.trace.'
+_LATEST_NS = 4.3e18
 _MAP_START = re.compile(rb"(?=[\x85-\x8f]\xa7version)")
 # Or an array of a version and a text.
 _MESSAGE_START = re.compile(
@@ -144,13 +163,16 @@ def _metrics_type(*, array_like: bool) -> Any:
     )
     fields: list[Any] = [("version", int), ("worker_id", _Name), ("dp_rank", _Count), ("counter_id", _Count)]
     fields += [("wall_time", _Seconds), ("scheduled_requests", scheduled)]
-    fields += [("queued_requests", queued | None, None)]
+    fields += [("queued_requests", queued | None, None), ("timing_scope", str | None, None)]
     return msgspec.defstruct("Metrics", fields, array_like=array_like)
 
 
 _MAP, _ARRAY = (_metrics_type(array_like=flag) for flag in (False, True))
 _LINE = msgspec.defstruct("Line", [("metrics", _MAP), ("received_at_ns", _UnixNs | None, None)])
 _DECODE_LINE = msgspec.json.Decoder(_LINE).decode
+_TRACED = msgspec.defstruct("Traced", [("fpm", _MAP)])
+_TRACE_LINE = msgspec.defstruct("TraceLine", [("event", _TRACED), ("timestamp", float | str | None, None)])
+_DECODE_TRACE_LINE = msgspec.json.Decoder(_TRACE_LINE).decode
 _DECODE_MAP, _DECODE_ARRAY = (msgspec.msgpack.Decoder(kind).decode for kind in (_MAP, _ARRAY))
 
 
@@ -212,7 +234,8 @@ _QUEUE_FIELDS = {
 }
 """Column to the field of a record it is read from."""
 _TYPES: dict[str, Any] = {
-    **dict.fromkeys(("source_offset", "unix_ns", *_FIELDS, *_QUEUE_FIELDS), pl.Int64),
+    **dict.fromkeys(("source_offset", "unix_ns", *_FIELDS, *_QUEUE_FIELDS, "cycle_source"), pl.Int64),
+    "cycle_source": pl.String,
     "worker_id": pl.String,
     "wall_time_s": pl.Float64,
 }
@@ -244,6 +267,7 @@ def decode(block: Block, payload: bytes, rejects: Rejects) -> RecordedBlock:
     """
     frames: list[pl.DataFrame] = [pl.DataFrame(schema=_TYPES)]
     rows: list[tuple[Any, ...]] = []
+    of_block = STEPS_OF_TRACE if _TRACE_MARK in payload else STEPS
     with suppress(TooManyRejectsError):
         if block.encoding == "csv":
             for columns, lines in _tables_in(payload, block.header):
@@ -253,7 +277,8 @@ def decode(block: Block, payload: bytes, rejects: Rejects) -> RecordedBlock:
             for offset, unix_ns, record in read(payload, rejects):
                 queued = record.queued_requests
                 queue = _fields_of_queue(queued) if queued else (None,) * len(_QUEUE_FIELDS)
-                rows.append((offset, unix_ns, *_fields_of_record(record), *queue))
+                source = STEPS_OF_SGLANG if _GPU_SCOPE.search(record.timing_scope or "") else of_block
+                rows.append((offset, unix_ns, *_fields_of_record(record), *queue, source.name))
     frames.append(pl.DataFrame(rows, schema=_TYPES, orient="row"))
     return RecordedBlock(_as_steps(pl.concat(frames), block.offset))
 
@@ -270,18 +295,34 @@ def _of_json(payload: bytes, rejects: Rejects) -> Iterator[_Record]:
             if decoded:
                 yield item.offset + begin, decoded.received_at_ns, decoded.metrics
             else:
-                reason = _fault(part, "json", _DECODE_LINE) if end == len(line) else _CUT
+                decode_line = _DECODE_TRACE_LINE if _TRACE_MARK in part else _DECODE_LINE
+                reason = _fault(part, "json", decode_line) if end == len(line) else _CUT
                 rejects.add(item.offset + begin, part, reason)
 
 
 def _line(text: bytes) -> Any:
     decoded: Any = None
+    if _TRACE_MARK in text:
+        with suppress(*UNREADABLE):
+            line: Any = from_json(text, _TRACE_LINE)
+            decoded = _LINE(line.event.fpm, _unix_ns(line.timestamp))
+        return decoded if decoded and decoded.metrics.version == VERSION else None
     try:
         decoded = _DECODE_LINE(text)
     except UNREADABLE:
         with suppress(*UNREADABLE):
             decoded = from_json(text, _LINE)
     return decoded if decoded and decoded.metrics.version == VERSION else None
+
+
+def _unix_ns(time: float | str | None) -> int | None:
+    """Return a time in unix ns, from its size in any unit; null if it does not count from 1970."""
+    if isinstance(time, str):
+        with suppress(ValueError):
+            return int(datetime.fromisoformat(time).timestamp() * 1e9)
+        return None
+    units = (10**9, 10**6, 10**3, 1)
+    return next((int(time * unit) for unit in units if time and 1e18 <= time * unit < _LATEST_NS), None)
 
 
 def as_line(message: bytes, received_at_ns: int) -> tuple[bytes, float] | Literal["malformed", "version"]:
@@ -383,7 +424,9 @@ def _of_lines(columns: list[str], lines: list[tuple[int, bytes]], rejects: Rejec
         rejects.add(offset, line, f"{_NO_RECORD} ({fault})")
     offsets = pl.Series([offset for offset, _ in lines], dtype=pl.Int64)
     return (
-        numbers.with_columns(pl.col("wall_time_s") / 1e3, source_offset=offsets)
+        numbers.with_columns(
+            pl.col("wall_time_s") / 1e3, source_offset=offsets, cycle_source=pl.lit(None, pl.String)
+        )
         .filter(pl.col("fault").is_null())
         .select(list(_TYPES))
     )
@@ -405,7 +448,7 @@ def _as_steps(records: pl.DataFrame, offset: int) -> pl.DataFrame:
         pl.col("source_offset") + offset,
         server=pl.concat_str(worker, pl.lit(".dp"), pl.col("dp_rank").fill_null(0)),
         cycle_us=pl.when(pl.col("wall_time_s") != 0).then(pl.col("wall_time_s") * 1e6),
-        cycle_source=pl.lit(STEPS.name),
+        cycle_source=pl.col("cycle_source").fill_null(STEPS.name),
         decode_tokens=pl.col("num_decode_reqs"),
         scheduled_tokens=pl.col("prefill_tokens") + pl.col("num_decode_reqs"),
         running_depth=requests,
@@ -424,7 +467,7 @@ FORMAT = register(
         fills="`steps`, and `timeline` with context tokens and the time of each step",
         units="s (`wall_time`), ms (`latency_ms`), ns (`received_at_ns`)",
         clock="the receiver's wall clock; the CSV has no times, only the order of steps",
-        sources=(STEPS.name, STEPS_OF_SGLANG.name),
+        sources=(STEPS.name, STEPS_OF_TRACE.name, STEPS_OF_SGLANG.name),
         decode=decode,
         message_start=_MESSAGE_START,
         header=lambda content: _header_at(content, content.rfind(b"counter_id")),

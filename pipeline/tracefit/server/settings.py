@@ -342,6 +342,7 @@ _OF_SGLANG = {
 _SGLANG_SWITCHES = {
     "disable_radix_cache": ("enable_prefix_caching", False),
     "disable_cuda_graph": ("enforce_eager", True),
+    "disable_overlap_schedule": ("async_scheduling", False),
 }
 _OTHER_PROGRAMS = {
     "sh",

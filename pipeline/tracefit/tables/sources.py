@@ -54,6 +54,8 @@ class CycleSource:
         has_sweep: Whether a server sweeps through batch sizes before the load while it records.
         is_by_rank: Whether data-parallel ranks record apart, so that some may be missing.
         fields: The names of its times, if their units are checked against each other.
+        if_lost: Where its records are sampled, and how to record all, as a warning where numbers of the step counter are missing.
+        caution: A warning wherever it occurs while the server's scheduler runs ahead of the GPU.
         target_source: Source of the target in coefficient files.
         notes: The gaps of its records, as notes of a model that was fitted on them.
     """
@@ -74,6 +76,8 @@ class CycleSource:
     has_sweep: bool = False
     is_by_rank: bool = False
     fields: StepFields | None = None
+    if_lost: str = ""
+    caution: str = ""
     target_source: str = "step_clock"
     notes: tuple[str, ...] = ()
 

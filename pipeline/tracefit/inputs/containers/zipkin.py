@@ -35,7 +35,9 @@ if TYPE_CHECKING:
 _FIND = re.compile(rb'[\[\s]*\{(?=[^{}]{0,400}"(?:traceId|id)"\s*:\s*")')
 _KEYS = tuple(re.compile(rb'"%b"\s*:' % key) for key in (b"traceId", b"id", b"timestamp", b"duration"))
 _OTLP = re.compile(rb'"(?:startTimeUnixNano|spanId)"')
-_BEGIN = re.compile(rb'\{\s*"(?:(?:traceId|id|parentId|name|kind)"\s*:\s*"|duration"\s*:\s*[0-9]|annotations"\s*:\s*\[)')
+_BEGIN = re.compile(
+    rb'\{\s*"(?:(?:traceId|id|parentId|name|kind)"\s*:\s*"|duration"\s*:\s*[0-9]|annotations"\s*:\s*\[)'
+)
 _MOST_TOGETHER = 512
 _NAMED_JSON = re.compile(r'"(?P<name>[^"]{1,256})"\s*:\s*(?P<values>\{.*\})', re.DOTALL)
 _PIPED = re.compile(r"(?P<name>[^|]{1,256})\|(?P<values>\{.*\})\|[0-9]+", re.DOTALL)

@@ -1,0 +1,79 @@
+"""Files that are not read, by their name and with the shortest way from there to one that is."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+_HEAD_BYTES = 64 << 10
+_SPANS_OF_REQUESTS = "start the server with --otlp-traces-endpoint URL"
+
+
+class UnreadKind(NamedTuple):
+    """A kind of file that is not read.
+
+    Attributes:
+        pattern: What its beginning has.
+        title: Its name in words.
+        way: What to do instead.
+    """
+
+    pattern: re.Pattern[bytes]
+    title: str
+    way: str
+
+
+UNREAD = {
+    "jaeger": UnreadKind(
+        re.compile(rb'"operationName"\s*:|"operation_name"\s*:\s*"'),
+        "spans of Jaeger in another form than its API's",
+        "save the answer of /api/traces?service=NAME&limit=100000",
+    ),
+    "zipkin": UnreadKind(
+        re.compile(rb'"binaryAnnotations"\s*:\s*\['),
+        "spans of Zipkin, version 1",
+        "save the answer of /api/v2/traces?limit=100000",
+    ),
+    "tempo": UnreadKind(
+        re.compile(rb'"rootServiceName"\s*:|"rootTraceName"\s*:|"spanSets?"\s*:\s*[\[{]'),
+        "Tempo's answer to a search, which names traces and holds no spans",
+        "save the answer of /api/v2/traces/ID for each",
+    ),
+    "console": UnreadKind(
+        re.compile(
+            rb"\n\s+(?:instrumentationScope|traceId|parentSpanContext): [{'u]|ResourceSpans #[0-9]+\n"
+        ),
+        "spans as a console or debug exporter prints them for people",
+        "use the exporter otlp, or the Collector's file exporter",
+    ),
+    "prometheus": UnreadKind(
+        re.compile(rb"(?:^|\n)# (?:HELP|TYPE) [a-zA-Z_:][a-zA-Z0-9_:]* "),
+        "Prometheus text, which has sums over requests and no single one",
+        _SPANS_OF_REQUESTS,
+    ),
+    "sglang_log": UnreadKind(
+        re.compile(
+            rb"(?:Decode|Prefill) batch[^\n]{0,200}#(?:running-req|new-seq)|sglang\.launch_server|server_args=ServerArgs\("
+        ),
+        "SGLang's log, which has no time of single steps",
+        "start the server with --enable-forward-pass-metrics or --enable-trace",
+    ),
+    "trtllm_log": UnreadKind(
+        re.compile(rb"\[TRT-LLM\]|\[TensorRT-LLM\]|host_step_time = "),
+        "TensorRT-LLM's log, whose lines of steps are not read",
+        "record the metrics of forward passes of Dynamo's worker",
+    ),
+    "vllm_log": UnreadKind(
+        re.compile(rb"Avg prompt throughput: |\bvLLM API server version "),
+        "vLLM's log without a line for each step",
+        "start the server with --enable-logging-iteration-details",
+    ),
+}
+"""Kinds of files that are not read, by name, in the order they are tried."""
+
+
+def known_as(head: bytes) -> str:
+    """Return what a file is that is not read, and what to do; empty if it is not known."""
+    beginning = head[:_HEAD_BYTES]
+    found = (f"{kind.title}; {kind.way}" for kind in UNREAD.values() if kind.pattern.search(beginning))
+    return next(found, "")

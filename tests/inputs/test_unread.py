@@ -1,0 +1,56 @@
+"""A file that is not read is called by its name, with the shortest way from there."""
+
+from __future__ import annotations
+
+import pytest
+
+import tracefit
+from containers import record, span, to_json
+from tracefit.errors import UsageError
+from tracefit.inputs.blocks import inspect_file
+from tracefit.inputs.files import TraceFile
+from tracefit.inputs.unread import UNREAD
+
+EXAMPLES = {
+    # Elasticsearch documents of Jaeger: https://www.jaegertracing.io/docs/latest/storage/elasticsearch/
+    "jaeger": b'{"_index":"jaeger-span","_source":{"traceID":"1","operationName":"llm_request","startTimeMillis":1}}\n',
+    # https://zipkin.io/pages/data_model.html, version 1
+    "zipkin": b'[{"traceId":"1","id":"2","name":"x","annotations":[],"binaryAnnotations":[{"key":"a","value":"b"}]}]',
+    # https://grafana.com/docs/tempo/latest/api_docs/#search
+    "tempo": b'{"traces":[{"traceID":"2f3e","rootServiceName":"vllm","rootTraceName":"llm_request","durationMs":3}]}',
+    # https://opentelemetry.io/docs/languages/js/exporters/#console
+    "console": b"{\n  resource: { attributes: {} },\n  instrumentationScope: { name: 'x' },\n  traceId: 'f1'\n}\n",
+    # https://prometheus.io/docs/instrumenting/exposition_formats/
+    "prometheus": b"# HELP vllm:num_requests_running Requests.\n# TYPE vllm:num_requests_running gauge\nvllm:num_requests_running 1\n",
+    # https://docs.sglang.ai/
+    "sglang_log": b"[2026-08-19 18:34:27] Decode batch. #running-req: 4, #token: 900, token usage: 0.01, gen throughput (token/s): 80\n",
+    # https://nvidia.github.io/TensorRT-LLM/
+    "trtllm_log": b"[08/19/2026-18:34:27] [TRT-LLM] [I] iter = 3, host_step_time = 12.1ms, num_scheduled_requests: 4\n",
+    # https://docs.vllm.ai/
+    "vllm_log": b"INFO 08-19 18:34:27 [loggers.py:1] Engine 000: Avg prompt throughput: 1.0 tokens/s, Running: 1 reqs\n",
+}
+
+
+def test_every_kind_has_an_example():
+    assert EXAMPLES.keys() == UNREAD.keys()
+
+
+@pytest.mark.parametrize("kind", EXAMPLES)
+def test_a_file_that_is_not_read_is_named_with_the_way_from_there(tmp_path, kind):
+    (tmp_path / "any").write_bytes(EXAMPLES[kind])
+    _, title, way = UNREAD[kind]
+    assert str(inspect_file(TraceFile.local(tmp_path / "any"))) == f"not OTLP traces: {title}; {way}"
+
+
+@pytest.mark.parametrize("kind", ["prometheus", "tempo"])
+def test_ingest_says_so_of_a_file_and_of_one_beside_traces(tmp_path, kind):
+    run = tmp_path / "r"
+    run.mkdir()
+    (run / "other.txt").write_bytes(EXAMPLES[kind])
+    with pytest.raises(UsageError, match=UNREAD[kind].way.partition("/")[0].strip()):
+        tracefit.ingest([run], tmp_path / "none")
+    (run / "traces.json").write_bytes(to_json(record(span(1))))
+    (run / "run.yaml").write_text("model: m\n")
+    warnings = tracefit.ingest([run], tmp_path / "t").warnings
+    assert [text for text in warnings if UNREAD[kind].title in text]
+    assert not [text for text in warnings if "could not be read" in text]
