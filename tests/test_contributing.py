@@ -89,6 +89,33 @@ EXAMPLES = {
 """,
         )
     },
+    "a container": {
+        "pipeline/tracefit/inputs/containers/boxes.py": (
+            "",
+            """
+from tracefit.inputs.containers.base import Container, register
+from tracefit.inputs.containers.elements import joined, lines_in
+
+
+def _read(content, most_bytes):
+    return joined(line.removeprefix(b"box: ") + b"\\n" for line in lines_in(content, most_bytes))
+
+
+FORMAT = register(
+    Container(
+        name="boxes",
+        title="boxes",
+        holds="all",
+        version="1",
+        source="https://example.org",
+        find=lambda head: head.startswith(b"box: "),
+        read=_read,
+    )
+)
+""",
+        ),
+        "pipeline/tracefit/inputs/containers/__init__.py": ('for _name in ("lines", ', '"boxes", '),
+    },
     "a recording": {
         "pipeline/tracefit/recordings/calls.py": (
             "",
@@ -297,13 +324,14 @@ from tracefit.server.settings import read_settings
 from tracefit.synth import SynthOptions, synth, write_run
 from tracefit.tables.store import TableStore
 
-acme, calls, ticks, out = map(Path, sys.argv[1:])
+acme, boxes, calls, ticks, out = map(Path, sys.argv[1:])
 busy = write_run(synth(SynthOptions(requests=150)), out)
 with (busy / "run.yaml").open("a") as stream:
     stream.write("partial-prefills: 4\\n")
 server = ServerOptions(gpu="Acme X1 100GB")
 run([busy], out, server=server, options=TrainOptions(fast=True, features="batch"))
 ingest([acme], out / "acme")
+ingest([boxes], out / "boxes")
 called = ingest([calls], out / "calls")
 run([ticks], out / "ticks", options=TrainOptions(fast=True, features="batch"))
 Path("server.log").write_text(
@@ -320,6 +348,7 @@ figures = deployment_figures(diagnose(deployment, (), store), points=10).by_name
 print(json.dumps({
     "a feature": "ended_twice" in store.read("beta_training").columns,
     "a dialect": TableStore(out / "acme").read("requests").select("prompt_tokens", "ttft_us").rows(),
+    "a container": TableStore(out / "boxes").read("requests").select("prompt_tokens", "ttft_us").rows(),
     "a recording": TableStore(out / "calls").read("requests").select("request_id", "prompt_tokens").rows(),
     "its rejects": called.runs[0].rejects,
     "a recording of steps": TableStore(out / "ticks/tables").read("timeline").select(
@@ -379,6 +408,10 @@ def test_the_files_named_are_enough_to_add_one_of_each(tmp_path, traces):
     facts = {"acme.id": "r1", "acme.prompt": 70, "acme.first_ms": 55.0}
     traces.span("acme", "generate", (1, 1, 0), [], attributes=facts).write(tmp_path / "acme", config=False)
 
+    (written,) = (tmp_path / "acme").glob("traces*")
+    boxed = "".join(f"box: {line}\n" for line in written.read_text().splitlines())
+    (tmp_path / "boxes").write_text(boxed)
+
     times = {"at_ns": 1_700_000_000 * 10**9, "took_ns": 10**9, "prompt": 70}
     lines = [json.dumps({"call": f"c{number}", **times}) for number in range(3)]
     (tmp_path / "calls").write_text("\n".join([*lines[:2], '{"call": 7}', lines[2], ""]))
@@ -397,9 +430,9 @@ def test_the_files_named_are_enough_to_add_one_of_each(tmp_path, traces):
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    found = json.loads(call("-c", JOB, "acme", "calls", "ticks", "out").splitlines()[-1])
+    found = json.loads(call("-c", JOB, "acme", "boxes", "calls", "ticks", "out").splitlines()[-1])
     assert found["a feature"]
-    assert found["a dialect"] == [[70, 55_000.0]]
+    assert found["a dialect"] == found["a container"] == [[70, 55_000.0]]
     assert found["a recording"] == [[f"c{number}", 70] for number in range(3)]
     assert found["its rejects"] == 1
     ticks = found["a recording of steps"]

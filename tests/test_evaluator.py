@@ -43,6 +43,7 @@ def _random_inputs(names, rng):
     return {n: None if rng.random() < 0.03 else rng.random() * rng.choice(scales) for n in names}
 
 
+@pytest.mark.mostly_slow(every=3)
 @pytest.mark.parametrize(("path", "index"), MODELS)
 def test_every_published_model_is_evaluated_as_the_library_does(path, index):
     plain = json.loads(path.read_text())["models"][index]

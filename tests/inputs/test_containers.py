@@ -74,6 +74,7 @@ def _same(found, expected):
 
 
 @pytest.mark.mostly_slow(every=5)
+@pytest.mark.mostly_slow(every=3)
 @pytest.mark.parametrize("form", ["instrumented", "stock", "sglang"])
 @pytest.mark.parametrize("container", wrapped.TRACES)
 def test_spans_in_any_container_give_the_tables_of_the_plain_file(tables, runs, container, form):
@@ -86,6 +87,7 @@ def _plain(records):
 
 
 @pytest.mark.mostly_slow(every=5)
+@pytest.mark.mostly_slow(every=3)
 @pytest.mark.parametrize("lines", wrapped.LINES)
 @pytest.mark.parametrize("inner", ["plain", "jaeger", "console"])
 def test_containers_nest(tables, runs, lines, inner):

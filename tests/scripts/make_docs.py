@@ -19,6 +19,8 @@ from tracefit import options
 from tracefit.cli import app
 from tracefit.features.roofline import TERM_FORMULAS
 from tracefit.features.sets import BUILT_IN
+from tracefit.inputs.containers import CONTAINERS
+from tracefit.inputs.unread import UNREAD
 from tracefit.models.targets import CYCLE_TIME
 from tracefit.recordings import RECORDINGS
 from tracefit.results.models import TrainResult
@@ -274,6 +276,16 @@ def recordings_page() -> str:
     ]
     intro_of_sources = "The time of a step, `cycle_us` of `steps` and `timeline`, says in `cycle_source` where it comes from:"
     parts = ["# Recordings", GENERATED, intro, table(("recording", "fills", "units", "its clock"), rows)]
+    held = {"traces": "spans", "logs": "lines", "all": "anything below, spans, and every recording"}
+    containers = [
+        (one.title, held[one.holds], one.version, f"`{one.name}` in `tests/wrapped.py`", f"<{one.source}>")
+        for one in CONTAINERS.values()
+    ]
+    intro_of_containers = "Spans, recordings and logs are also read out of other programs' files. These are recognised by content too, nest up to four deep, and give the tables of the plain file; `source_offset` counts in what is inside."
+    parts += ["## Containers", intro_of_containers]
+    parts += [table(("container", "its content", "version or date", "example", "described in"), containers)]
+    unread = [(kind.title, kind.way) for kind in UNREAD.values()]
+    parts += ["## Not read", table(("file", "the way from there"), unread)]
     parts += ["## Step times", intro_of_sources]
     parts += [table(("source", "from", "the time of a step", "its rows", "its error"), sources)]
     return "\n\n".join(parts) + "\n"

@@ -24,17 +24,17 @@ def _names(expression, column="source"):
 
 
 def test_an_interval_is_no_step_and_every_other_source_is_one():
-    expected = ["adjacent", "client", "duration", "fpm", "fpm_gpu", "log", "sglang"]
+    expected = ["adjacent", "client", "duration", "fpm", "fpm_gpu", "fpm_trace", "log", "sglang"]
     assert _names(is_one_step()) == expected
 
 
 @pytest.mark.parametrize(
     ("has", "expected"),
     [
-        (lambda source: source.is_stated, ["client", "fpm", "fpm_gpu", "sglang"]),
+        (lambda source: source.is_stated, ["client", "fpm", "fpm_gpu", "fpm_trace", "sglang"]),
         (lambda source: source.is_stamped, ["log", "log_interval"]),
         (lambda source: source.from_requests, ["client", "request"]),
-        (lambda source: source.seen_by == "engine", ["fpm", "fpm_gpu", "log", "log_interval"]),
+        (lambda source: source.seen_by == "engine", ["fpm", "fpm_gpu", "fpm_trace", "log", "log_interval"]),
     ],
 )
 def test_rows_are_chosen_by_a_property_of_their_source(has, expected):

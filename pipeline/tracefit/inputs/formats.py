@@ -127,7 +127,7 @@ class Contents:
         compression: Compression of its first bytes.
         signal: Signal of the first record.
         recording: Name of the recording format, if the file does not hold spans.
-        known: What a file is that is not read, and what to do.
+        known: Name of a file that is not read, and the way from there.
         containers: Names in words of the containers around the records, the outermost first.
     """
 

@@ -13,9 +13,9 @@ class UnreadKind(NamedTuple):
     """A kind of file that is not read.
 
     Attributes:
-        pattern: What its beginning has.
+        pattern: A part of its beginning.
         title: Its name in words.
-        way: What to do instead.
+        way: The shortest way to a file that is read.
     """
 
     pattern: re.Pattern[bytes]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import msgspec
 
 from tracefit.inputs.compression import Gap, Piece
-from tracefit.inputs.framing import BOM
+from tracefit.inputs.framing import BOM, RECORD_START
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -24,6 +24,9 @@ HEAD_BYTES, MOST_HEAD_BYTES = 64 << 10, 4 << 20
 
 PRETTY = re.compile(rb"[\[{]\s*\n|[\[{][^\n]*[\[{,:]\s*\n(?=[ \t\]}])")
 """The beginning of a document over several lines."""
+
+_PLAIN = re.compile(RECORD_START.pattern + rb"[^\n]{64}")
+"""A record in a line of its own."""
 
 MOST_LAYERS = 4
 """Containers around each other that are opened."""
@@ -37,7 +40,7 @@ class Container:
         name: Its name, also of its fixture.
         title: Its name in words.
         holds: The content that it can have.
-        seen: The version or the date of what is read.
+        version: The version or the date of the form that is read.
         source: Where it is described.
         find: Returns whether content that begins with some bytes is in it.
         read: Yields what is in it, given the content and the most bytes of an item.
@@ -46,7 +49,7 @@ class Container:
     name: str
     title: str
     holds: Literal["traces", "logs", "all"]
-    seen: str
+    version: str
     source: str
     find: Callable[[bytes], bool]
     read: Callable[[Iterator[Piece | Gap], int], Iterator[Piece | Gap]]
@@ -75,7 +78,8 @@ def unwrapped(
     for _ in range(MOST_LAYERS):
         head, content = peeked(content, HEAD_BYTES)
         head = head.removeprefix(BOM).lstrip()
-        container = _container_of(head)
+        # The usual case: there may be thousands of small files.
+        container = None if _PLAIN.match(head) else _container_of(head)
         if container is None and len(head) >= HEAD_BYTES // 2 and PRETTY.match(head):
             head, content = peeked(content, MOST_HEAD_BYTES)
             container = _container_of(head.removeprefix(BOM).lstrip())
