@@ -279,8 +279,8 @@ class RequestComposer:
         if self._is_one:
             require_amount(compiled, found, given)
         else:  # a null in a row gives it no prediction; a column that is not there is an error
-            names = (t.feature for _, form in found.forms for t in form.terms)
-            compiled.require([n for n in names if n not in found.values], given)
+            terms = [t for _, form in found.forms for t in form.terms if t.training_range is None]
+            compiled.require([t.feature for t in terms if t.feature not in found.values], given)
         if noted:
             self.assumed += assumed(found)
             self.outside += outside_training(compiled, found)
