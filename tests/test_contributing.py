@@ -440,7 +440,7 @@ def test_the_files_named_are_enough_to_add_one_of_each(tmp_path, traces):
     definition, notes, terms = found["its model"]
     assert definition == "a tick to the next"
     assert "ticks are an example" in notes
-    assert terms["prefill_tokens"] > 0
+    assert terms["prefill_tokens"] == pytest.approx(20.0, rel=0.01)
     assert "a tick to the next" in (tmp_path / "out/ticks/report.html").read_text()
     assert re.search(r"step times? .*\b600 ticks", call("-m", "tracefit.cli", "inspect", "ticks"), re.DOTALL)
     assert found["a GPU"]["gpu"] == "ACME-X1"

@@ -190,8 +190,9 @@ def _fit_one(
         fitted, design = _fit_one(used, outlying, regime, [], options)
         return replace(fitted, features_left_out=(*left, *misleading, *fitted.features_left_out)), design
     model = estimator(choice, options.signs, data.columns)
-    rows = model.fit_rows(data.x, data.y, data.weights, data.start)
-    # Fits of some of these rows, for intervals and the learning curve, start from here.
+    rows = model.fit_rows(data.x, data.y, data.weights)
+    # Fits of some of these rows, for intervals and the learning curve, start from here; this fit from no other. Where most rows are without
+    # noise, a fit that missed the others would pass its weights on.
     data = replace(data, start=rows.huber)
     intercept_ci, intervals = confidence_intervals(data.x, data.y, model, rows, data.blocks())
     bounds, _ = bounds_of(model.positive, len(data.columns))
@@ -348,19 +349,18 @@ def design_of(
         y = y / matrix(used, [SPEED])[:, 0]
     kept, left = usable_features(everything, names)
     x = np.asfortranarray(everything[:, kept])
-    counts, weights, start = np.ones(len(y)), np.ones(len(y)), None
+    counts = weights = np.ones(len(y))
     if "interval_steps" in used.columns:
         steps, sd = matrix(used, ["interval_steps", "cycle_sd_us"]).T
-        counts, start = interval_weights(x, y, steps, sd)
-        weighed = relative_weights if relative else noise_weights
-        weights, start = weighed(x, y, counts, start)
+        counts = interval_weights(x, y, steps, sd)
+        weights = relative_weights(x, y, counts) if relative else noise_weights(x, y, counts)
     if "row_scale_us" in used.columns:
         scale = matrix(used, ["row_scale_us"])[:, 0] ** 2
         counts, weights = counts / scale, weights / scale
     run = server_numbers(used)
     time = used.select(splits.in_time()).to_series().to_numpy()
     folds = time_blocks(run, time, FOLDS)
-    return Design([features[k] for k in kept], x, y, weights, counts, run, time, folds, start), left
+    return Design([features[k] for k in kept], x, y, weights, counts, run, time, folds), left
 
 
 _MIN_STANDARD_ERRORS = 2.0
@@ -373,11 +373,10 @@ _LOG_SD = 1.1107
 """Standard deviation of the logarithm of the size of a normal deviate: pi / sqrt(8)."""
 
 
-def interval_weights(x: Matrix, y: Vector, steps: Vector, sd: Vector) -> tuple[Vector, Vector | None]:
+def interval_weights(x: Matrix, y: Vector, steps: Vector, sd: Vector) -> Vector:
     """Return inverse variances of mean cycles: 1 / (s^2 / n + sd^2), up to a factor; shape (n_rows,).
 
-    `s`, the standard deviation of a single cycle about the model, comes from a first robust fit weighted by n, whose Huber weights
-    are returned too: the next fit starts from them. Null where there is no such fit.
+    `s`, the standard deviation of a single cycle about the model, comes from a first robust fit weighted by n.
 
     Args:
         x: Features, means over the steps of each interval.
@@ -386,16 +385,14 @@ def interval_weights(x: Matrix, y: Vector, steps: Vector, sd: Vector) -> tuple[V
         sd: Standard deviation of each mean cycle that comes from its two ends' clocks.
     """
     if np.all(steps == steps[0]) and not np.any(sd):
-        return np.ones(len(y)), None
-    model = RobustLinear()
-    huber = model.fit_rows(x, y, steps).huber
-    residual = (y - model.predict(x)) * np.sqrt(steps)
+        return np.ones(len(y))
+    residual = (y - RobustLinear().fit(x, y, steps).predict(x)) * np.sqrt(steps)
     single_sd = robust_sd(residual)
     variance = single_sd**2 / steps + sd**2
     # A model that fits exactly leaves no variance: no row may weigh infinitely much.
     least = float(variance[variance > 0].min(initial=np.inf))
     weights = 1 / np.maximum(variance, least if np.isfinite(least) else 1.0)
-    return np.asarray(weights / weights.mean()), huber
+    return np.asarray(weights / weights.mean())
 
 
 def noise_exponent(residual: Vector, predicted: Vector) -> float:
@@ -417,41 +414,30 @@ def noise_exponent(residual: Vector, predicted: Vector) -> float:
     return min(slope, 1.0) if slope > _MIN_STANDARD_ERRORS * _LOG_SD / np.sqrt(sum_of_squares) else 0.0
 
 
-def noise_weights(
-    x: Matrix, y: Vector, weights: Vector, start: Vector | None = None
-) -> tuple[Vector, Vector]:
-    """Return weights times the inverse variance of noise that grows with the time of a step, mean 1; shape (n_rows,).
-
-    Also returns the Huber weights of the fit that the noise is about; that fit starts from the weights `start`.
-    """
-    model = RobustLinear()
-    huber = model.fit_rows(x, y, weights, start).huber
-    predicted = model.predict(x)
+def noise_weights(x: Matrix, y: Vector, weights: Vector) -> Vector:
+    """Return weights times the inverse variance of noise that grows with the time of a step, mean 1; shape (n_rows,)."""
+    predicted = RobustLinear().fit(x, y, weights).predict(x)
     exponent = noise_exponent((y - predicted) * np.sqrt(weights), predicted)
     if exponent == 0:
-        return weights, huber
+        return weights
     # Clipped: otherwise a very short step could determine the intercept, and a very long one lose all weight.
     middle = median(predicted)
     within = np.clip(predicted, _LEAST_SHARE * middle, _MOST_SHARE * middle)
     both = weights * within ** (-2 * exponent)
-    return np.asarray(both / both.mean()), huber
+    return np.asarray(both / both.mean())
 
 
-def relative_weights(
-    x: Matrix, y: Vector, weights: Vector, start: Vector | None = None
-) -> tuple[Vector, Vector]:
+def relative_weights(x: Matrix, y: Vector, weights: Vector) -> Vector:
     """Return weights times the inverse square of predicted times, mean 1; shape (n_rows,).
 
-    The times are those of a first fit weighted by measured ones, which would favour the rows that noise made short. Its Huber
-    weights are returned too; it starts from the weights `start`.
+    The times are those of a first fit weighted by measured ones, which would favour the rows that noise made short.
     """
     # In stamps of whole seconds most times may be zero.
     least = _LEAST_SHARE * (median(y) or float(y.mean()) or 1.0)
     first = weights / np.maximum(y, least) ** 2
-    model = RobustLinear(positive=True)
-    huber = model.fit_rows(x, y, first, start).huber
-    both = weights / np.maximum(model.predict(x), least) ** 2
-    return np.asarray(both / both.mean()), huber
+    predicted = RobustLinear(positive=True).fit(x, y, first).predict(x)
+    both = weights / np.maximum(predicted, least) ** 2
+    return np.asarray(both / both.mean())
 
 
 OUTLIER_SDS = 8.0
