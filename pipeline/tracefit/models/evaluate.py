@@ -23,6 +23,7 @@ from tracefit.models.amounts import (
     Truth,
     all_of,
     any_of,
+    anywhere,
     everywhere,
     filled,
     finite,
@@ -131,9 +132,17 @@ def _stand_ins(form: LinearForm, values: Amounts) -> dict[str, Amount]:
     }
 
 
-def _line_of(forms: Sequence[tuple[str, LinearForm]], index: int, values: Amounts) -> Amount:
-    """Return the line of one of the forms; unknown without one."""
-    return line(forms[index][1].intercept, forms[index][1].terms, values) if index >= 0 else math.nan
+def _sum(
+    forms: Sequence[tuple[str, LinearForm]], index: Amount, values: Amounts, *, stand_in: bool = False
+) -> Amount:
+    """Return the line of the form that an index names, row by row; unknown where it names none."""
+    amount: Amount = math.nan
+    for k, (_, form) in enumerate(forms):
+        chosen = index == k
+        if anywhere(chosen):
+            of_form = {**values, **_stand_ins(form, values)} if stand_in else values
+            amount = where(chosen, line(form.intercept, form.terms, of_form), amount)
+    return amount
 
 
 _MOMENTS = ("state_age_us", STEP_RESIDUAL)
@@ -232,15 +241,11 @@ class CompiledModel:
         values = self.formulas.values(given, self.features)
         forms = self.forms if only is None else (only,)
         index = self.active(values) if only is None else 0
-        if isinstance(index, int):
-            replaced = _stand_ins(forms[index][1], values) if stand_in and index >= 0 else {}
-            values.update(replaced)
-            return Evaluated(_line_of(forms, index, values), index, forms, values, replaced)
-        amount: Amount = math.nan
-        for k, (_, form) in enumerate(forms):
-            of_form = values | _stand_ins(form, values) if stand_in else values
-            amount = where(index == k, line(form.intercept, form.terms, of_form), amount)
-        return Evaluated(amount, index, forms, values, {})
+        replaced: Amounts = {}
+        if stand_in and isinstance(index, int) and index >= 0:
+            replaced = _stand_ins(forms[index][1], values)
+        amount = _sum(forms, index, values, stand_in=stand_in)
+        return Evaluated(amount, index, forms, {**values, **replaced}, replaced)
 
     def active(self, values: Amounts) -> Amount:
         """Return the index of the form that predicts, by the values of the compared names; -1 where no condition holds."""
@@ -248,13 +253,7 @@ class CompiledModel:
 
     def amount(self, values: Amounts) -> Amount:
         """Return the sum of the form that predicts over values of all its features, as `evaluate` does, and quicker."""
-        index = self.active(values)
-        if isinstance(index, int):
-            return _line_of(self.forms, index, values)
-        amount: Amount = math.nan
-        for k in range(len(self.forms)):
-            amount = where(index == k, _line_of(self.forms, k, values), amount)
-        return amount
+        return _sum(self.forms, self.active(values), values)
 
     def evaluate_with_clock(self, values: Amounts) -> Amount:
         """Return the prediction over a training frame: a boundary model uses only the next known step start.
