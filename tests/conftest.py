@@ -11,6 +11,7 @@ import json
 import os
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -27,6 +28,7 @@ from _pytest.runner import runtestprotocol
 from hypothesis import HealthCheck, Phase, settings
 
 from containers import to_protobuf
+from together import Tables, composed_by
 from tracefit.cli import main
 from tracefit.commands.ingest import ingest
 from tracefit.commands.train import run
@@ -76,9 +78,12 @@ def pytest_configure(config: pytest.Config) -> None:
         settings.load_profile("quick" if quick else "full")
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark all but every n-th case of a test as slow where it is marked `mostly_slow(every=n)`; likewise those of a campaign."""
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> Any:
+    """Mark all but every n-th case of a test as slow where it is marked `mostly_slow(every=n)`; likewise those of a campaign.
+
+    A wrapper, to come before that of pytest-randomly: of shuffled cases other ones would be quick each time.
+    """
     for mark in ("slow", "campaign"):
         cases: dict[str, int] = {}
         for item in items:
@@ -87,6 +92,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 cases[test] = cases.get(test, -1) + 1
                 if cases[test] % marker.kwargs["every"]:
                     item.add_marker(mark)
+    return (yield)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -480,6 +486,32 @@ def tables_of(tmp_path):
         return table
 
     return of
+
+
+@pytest.fixture(scope="session")
+def ingested_together(request, once):
+    """Return a function from a test that yields its run to the generator, which has yielded, and the tables of the run."""
+    starts = {
+        item.nodeid: start
+        for item in request.session.items
+        if (start := composed_by(item, Traces)) is not None
+    }
+    names = {test: f"run-{number}" for number, test in enumerate(sorted(starts))}
+
+    def fill(root):
+        for test, start in starts.items():
+            with suppress(pytest.skip.Exception):
+                next(start()).write(root / "runs" / names[test])
+        ingest([root / "runs"], root / "tables")
+
+    store = TableStore(once("together", fill) / "tables")
+
+    def found(item):
+        composed = starts[item.nodeid]()
+        next(composed)
+        return composed, Tables(store, names[item.nodeid])
+
+    return found
 
 
 @pytest.fixture

@@ -149,17 +149,24 @@ BROUGHT = {"threadpoolctl": "scikit-learn", "pydantic_core": "pydantic", "markup
 
 
 @cache
+def _imports() -> tuple[tuple[str, set[str]], ...]:
+    """Return the rooms, once for each of their modules, and the packages that the module imports."""
+    package = ROOT / "pipeline/tracefit"
+    found = []
+    for path in package.rglob("*.py"):
+        names = set()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                names |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                names.add(node.module.partition(".")[0])
+        found.append((path.relative_to(package).parts[0], names))
+    return tuple(found)
+
+
 def _imported(*left_out):
     """Return the third-party modules that the package imports, outside some of its rooms."""
-    package = ROOT / "pipeline/tracefit"
-    names = set()
-    for path in package.rglob("*.py"):
-        if path.relative_to(package).parts[0] not in left_out:
-            for node in ast.walk(ast.parse(path.read_text())):
-                if isinstance(node, ast.Import):
-                    names |= {alias.name.partition(".")[0] for alias in node.names}
-                elif isinstance(node, ast.ImportFrom) and node.module:
-                    names.add(node.module.partition(".")[0])
+    names = set().union(*(imported for room, imported in _imports() if room not in left_out))
     return (
         names - sys.stdlib_module_names - {"tracefit", "compression"}
     )  # of the standard library from 3.14 on

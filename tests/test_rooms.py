@@ -86,11 +86,10 @@ def test_every_room_has_a_place():
     assert {_room(module) for module in MODULES} == PLACES.keys()
 
 
-@pytest.mark.parametrize("module", sorted(MODULES))
-def test_a_room_knows_only_rooms_to_its_left(module):
-    own = _room(module)
-    known = {_room(other) for other in _imported(module)} - {own}
-    assert {room for room in known if PLACES[room] >= PLACES[own]} == set()
+@pytest.mark.parametrize("own", sorted(PLACES))
+def test_a_room_knows_only_rooms_to_its_left(own):
+    known = {(m, other) for m in MODULES if _room(m) == own for other in _imported(m) if _room(other) != own}
+    assert {(m, other) for m, other in known if PLACES[_room(other)] >= PLACES[own]} == set()
 
 
 @pytest.mark.parametrize("room", sorted(PLACES))
@@ -105,7 +104,7 @@ def test_no_import_runs_in_a_circle(room):
 
 def _named(path):
     """Return the classes and the public type aliases of a module: what annotations can say of it."""
-    body = ast.parse(path.read_text()).body
+    body = _tree(path).body
     for node in [n for top in body for n in (top.body if isinstance(top, ast.If) else [top])]:
         if isinstance(node, ast.ClassDef):
             yield node.name
@@ -140,7 +139,7 @@ def test_an_import_changes_nothing_that_a_process_shares():
     calls = {
         (path.relative_to(PACKAGE).as_posix(), ast.unparse(node.value.func))
         for path in MODULES.values()
-        for node in ast.parse(path.read_text()).body
+        for node in _tree(path).body
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
     }
     assert calls == {
@@ -175,6 +174,7 @@ OTHER_MEANINGS = {
 """Names that are also those of other things, and the modules with these: latencies, requests and benchmarks of clients; logarithms, and keys of other programs' files."""
 
 
+@cache
 def _formats():
     """Return the names of formats and of the sources of their steps, and how these are called in texts."""
     sources = [source for source in SOURCES.values() if source.seen_by != "spans"]
@@ -186,20 +186,21 @@ def _formats():
 def _registers(module):
     return any(
         isinstance(node, ast.Call) and getattr(node.func, "id", "") == "register"
-        for node in ast.walk(_tree(MODULES[module]))
+        for node in _nodes(MODULES[module])
     )
 
 
-def _named_formats(tree):
+def _named_formats(nodes):
     """Yield the names of formats in some code: as words of a text, as members, and as modules; docstrings may explain."""
     names, titles = _formats()
-    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-    for node in ast.walk(tree):
+    words = re.compile(rf"\b({'|'.join(sorted(names - OTHER_MEANINGS.keys(), reverse=True))})\b")
+    docstrings = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+    for node in nodes:
         match node:
             case ast.Constant(value=str(text)) if id(node) not in docstrings:
                 # A word that means other things too only counts as a whole text.
                 yield from {text} & OTHER_MEANINGS.keys()
-                yield from (name for name in names - OTHER_MEANINGS.keys() if re.search(rf"\b{name}\b", text))
+                yield from words.findall(text)
                 yield from (title for title in titles if title.lower() in text.lower())
             case ast.Attribute(attr=member) if member.isupper():
                 yield from {member.lower()} & names
@@ -207,13 +208,16 @@ def _named_formats(tree):
                 yield from [module] if _registers(module) else []
 
 
-@pytest.mark.parametrize("module", sorted(MODULES))
-def test_no_module_outside_recordings_names_a_format(module):
-    path = MODULES[module].relative_to(PACKAGE).as_posix()
-    if path.startswith(MAY_NAME_FORMATS):
-        return
-    found = set(_named_formats(_tree(MODULES[module])))
-    assert {name for name in found if path not in OTHER_MEANINGS.get(name, ())} == set()
+@pytest.mark.parametrize("room", sorted(PLACES))
+def test_no_module_outside_recordings_names_a_format(room):
+    modules = {MODULES[m].relative_to(PACKAGE).as_posix(): MODULES[m] for m in MODULES if _room(m) == room}
+    found = {
+        (path, name)
+        for path, module in modules.items()
+        if not path.startswith(MAY_NAME_FORMATS)
+        for name in _named_formats(_nodes(module))
+    }
+    assert {(path, name) for path, name in found if path not in OTHER_MEANINGS.get(name, ())} == set()
 
 
 @pytest.mark.parametrize(
@@ -231,7 +235,7 @@ def test_no_module_outside_recordings_names_a_format(module):
     ],
 )
 def test_a_format_that_is_named_is_found(code, name):
-    assert name in set(_named_formats(ast.parse(code)))
+    assert name in set(_named_formats([*ast.walk(ast.parse(code))]))
 
 
 @pytest.mark.parametrize(
@@ -245,7 +249,7 @@ def test_a_format_that_is_named_is_found(code, name):
     ],
 )
 def test_other_meanings_are_no_formats(code):
-    assert set(_named_formats(ast.parse(code))) == set()
+    assert set(_named_formats([*ast.walk(ast.parse(code))])) == set()
 
 
 def _loaded(module):

@@ -307,6 +307,7 @@ def test_a_limit_that_was_lowered_without_a_word_is_drift_by_what_users_see(
     assert "TTFT P90 of later" in text.split("verdict: the file has drifted")[1]
 
 
+@pytest.mark.slow
 def test_a_slower_machine_is_drift_of_its_steps(compared):
     """The old file is 1 - 1/1.4 = 29 % low."""
     code, result = compared(law=_slower(1.4))

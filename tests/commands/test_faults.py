@@ -95,13 +95,50 @@ def test_a_gpu_that_is_not_known_is_named_and_left_out(tmp_path, traces, quick, 
     assert ".h9000." in deployment
 
 
-@pytest.mark.parametrize("key", ["hidden_size", "num_hidden_layers", "num_attention_heads"])
-def test_model_configuration_without_a_key_is_left_out(tmp_path, traces, config_json, key):
-    folder = traces.load(steps=1, requests=0).write(tmp_path / "run")
-    lacking = {k: v for k, v in config_json.items() if k != key}
-    (folder / "config.json").write_text(json.dumps(lacking))
-    result = ingest([folder], tmp_path / "tables")
-    assert any(f"of the model are left out: {key} is missing" in text for text in result.warnings)
+ODD = [
+    ({"num_attention_heads": "many"}, "num_attention_heads must be a whole number"),
+    ({"intermediate_size": [8, 9]}, "intermediate_size must be a whole number"),
+    ({"hidden_size": 64.5}, "hidden_size must be a whole number"),
+    ({"vocab_size": -1}, "vocab_size must be greater"),
+    ({"num_hidden_layers": 10**9}, "num_hidden_layers must be less"),
+    ({"torch_dtype": 16}, "torch_dtype must be text"),
+    ({"quantization_config": [1]}, "quantization_config is a list"),
+    ({"layer_types": ["hyena"]}, "layer_types must be a list"),
+    ({"mamba_d_state": 16}, "mamba_d_state is not understood, and describes layers with a state"),
+    (
+        {"num_attention_heads": 7, "num_key_value_heads": 7, "head_dim": 8},
+        "7 attention heads cannot be divided",
+    ),
+    (
+        {"peft_type": "LORA", "base_model_name_or_path": "org/base"},
+        "a LoRA adapter of org/base, not a model,",
+    ),
+]
+"""What is changed in the configuration of a model, and what is said of it then."""
+
+LACKING = ("hidden_size", "num_hidden_layers", "num_attention_heads")
+
+
+@pytest.fixture(scope="module")
+def warnings_of(tmp_path_factory, new_traces, config_json):
+    """Return a function from a run to what is said of its model: each run has one of these configurations."""
+    root = tmp_path_factory.mktemp("configurations")
+    configurations = {f"odd-{n:02}": config_json | changes for n, (changes, _) in enumerate(ODD)}
+    for key in LACKING:
+        configurations[f"no-{key}"] = {k: v for k, v in config_json.items() if k != key}
+    for name, configuration in configurations.items():
+        folder = new_traces().load(steps=1, requests=0).write(root / "runs" / name)
+        (folder / "config.json").write_text(json.dumps(configuration))
+    said = ingest([root / "runs"], root / "tables", server=ServerOptions(tp=2)).warnings
+    return lambda name: [
+        text for text in said if text.startswith(f"{name}: ") and "of the model are left out" in text
+    ]
+
+
+@pytest.mark.parametrize("key", LACKING)
+def test_model_configuration_without_a_key_is_left_out(warnings_of, key):
+    (text,) = warnings_of(f"no-{key}")
+    assert f"of the model are left out: {key} is missing" in text
 
 
 def test_steps_are_fitted_without_the_configuration_of_the_model(tmp_path, traces, quick):
@@ -112,33 +149,9 @@ def test_steps_are_fitted_without_the_configuration_of_the_model(tmp_path, trace
     assert "beta.cycle_time" in [m.name for m in result.trained.fitted]
 
 
-@pytest.mark.parametrize(
-    ("changes", "warning"),
-    [
-        ({"num_attention_heads": "many"}, "num_attention_heads must be a whole number"),
-        ({"intermediate_size": [8, 9]}, "intermediate_size must be a whole number"),
-        ({"hidden_size": 64.5}, "hidden_size must be a whole number"),
-        ({"vocab_size": -1}, "vocab_size must be greater"),
-        ({"num_hidden_layers": 10**9}, "num_hidden_layers must be less"),
-        ({"torch_dtype": 16}, "torch_dtype must be text"),
-        ({"quantization_config": [1]}, "quantization_config is a list"),
-        ({"layer_types": ["hyena"]}, "layer_types must be a list"),
-        ({"mamba_d_state": 16}, "mamba_d_state is not understood, and describes layers with a state"),
-        (
-            {"num_attention_heads": 7, "num_key_value_heads": 7, "head_dim": 8},
-            "7 attention heads cannot be divided",
-        ),
-        (
-            {"peft_type": "LORA", "base_model_name_or_path": "org/base"},
-            "a LoRA adapter of org/base, not a model,",
-        ),
-    ],
-)
-def test_model_configuration_with_an_odd_value_is_left_out(tmp_path, traces, config_json, changes, warning):
-    folder = traces.load(steps=1, requests=0).write(tmp_path / "run")
-    (folder / "config.json").write_text(json.dumps(config_json | changes))
-    result = ingest([folder], tmp_path / "tables", server=ServerOptions(tp=2))
-    (text,) = [text for text in result.warnings if "of the model are left out" in text]
+@pytest.mark.parametrize(("number", "warning"), [(n, warning) for n, (_, warning) in enumerate(ODD)])
+def test_model_configuration_with_an_odd_value_is_left_out(warnings_of, number, warning):
+    (text,) = warnings_of(f"odd-{number:02}")
     assert f"of the model are left out: {warning}" in text
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from functools import cache
 
 import polars as pl
 import pytest
@@ -46,12 +47,12 @@ def runs(tmp_path_factory):
     return found
 
 
-@pytest.fixture
-def tables(tmp_path):
+@pytest.fixture(scope="module")
+def tables(tmp_path_factory):
     """Ingest the bytes of one file; return its tables without where rows come from."""
 
     def of(content, name="traces.json", **options):
-        folder = tmp_path / f"{len(list(tmp_path.iterdir()))}" / "r"
+        folder = tmp_path_factory.mktemp("tables") / "r"
         folder.mkdir(parents=True)
         (folder / "run.yaml").write_text(RUN)
         (folder / name).write_bytes(content)
@@ -66,6 +67,12 @@ def tables(tmp_path):
     return of
 
 
+@pytest.fixture(scope="module")
+def plain(tables, runs):
+    """Return a function from a form to the tables of the plain file; each is made once."""
+    return cache(lambda form: tables(_plain(runs[form])))
+
+
 def _same(found, expected):
     assert found.keys() == expected.keys()
     for name, frame in expected.items():
@@ -73,28 +80,25 @@ def _same(found, expected):
             assert_frame_equal(found[name], frame, check_row_order=name != "spans")
 
 
-@pytest.mark.mostly_slow(every=5)
 @pytest.mark.mostly_slow(every=3)
 @pytest.mark.parametrize("form", ["instrumented", "stock", "sglang"])
 @pytest.mark.parametrize("container", wrapped.TRACES)
-def test_spans_in_any_container_give_the_tables_of_the_plain_file(tables, runs, container, form):
-    plain = tables(_plain(runs[form]))
-    _same(tables(wrapped.TRACES[container](runs[form]), "any.name"), plain)
+def test_spans_in_any_container_give_the_tables_of_the_plain_file(tables, runs, plain, container, form):
+    _same(tables(wrapped.TRACES[container](runs[form]), "any.name"), plain(form))
 
 
 def _plain(records):
     return "".join(wrapped.compact(each) + "\n" for each in records).encode()
 
 
-@pytest.mark.mostly_slow(every=5)
 @pytest.mark.mostly_slow(every=3)
 @pytest.mark.parametrize("lines", wrapped.LINES)
 @pytest.mark.parametrize("inner", ["plain", "jaeger", "console"])
-def test_containers_nest(tables, runs, lines, inner):
+def test_containers_nest(tables, runs, plain, lines, inner):
     records = runs["stock"]
     content = _plain(records) if inner == "plain" else wrapped.TRACES[inner](records)
     found = tables(gzip.compress(wrapped.LINES[lines](content)), "container-json.log.gz")
-    _same(found, tables(_plain(records)))
+    _same(found, plain("stock"))
 
 
 # -- parts, damage and hostile content --------------------------------------------------------------------

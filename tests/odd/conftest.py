@@ -1,6 +1,6 @@
 """Odd runs: valid OTLP of a small generated run, with content that nobody expects, taken through every command.
 
-`make test-all` tries 4 of them. Try more with `ODD_RUNS` after a change to what is read, fitted or exported; see docs/maintaining.md.
+`make test-all` tries 2 of them. Try more with `ODD_RUNS` after a change to what is read, fitted or exported; see docs/maintaining.md.
 """
 
 from __future__ import annotations

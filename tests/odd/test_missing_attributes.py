@@ -40,7 +40,7 @@ EVERYWHERE = sorted({key for key, events in _EVENTS_OF.items() if events > 1} | 
 
 
 @pytest.mark.slow
-@pytest.mark.mostly_campaign(every=6)
+@pytest.mark.mostly_campaign(every=15)
 @pytest.mark.parametrize(("event", "key"), _attributes())
 def test_a_run_without_an_attribute_goes_through_run(odd, root, tmp_path, event, key):
     """The other commands read what it wrote; those below try them."""
@@ -51,7 +51,7 @@ def test_a_run_without_an_attribute_goes_through_run(odd, root, tmp_path, event,
 
 
 @pytest.mark.slow
-@pytest.mark.mostly_campaign(every=4)
+@pytest.mark.mostly_campaign(every=8)
 @pytest.mark.parametrize("key", EVERYWHERE)
 def test_commands_work_without_an_attribute(odd, root, tmp_path, key):
     run = odd.run("preempted and aborted", root)
@@ -61,6 +61,7 @@ def test_commands_work_without_an_attribute(odd, root, tmp_path, key):
 
 
 @pytest.mark.slow
+@pytest.mark.mostly_campaign(every=3)
 @pytest.mark.parametrize("seed", range(8))
 def test_a_run_without_ten_attributes_goes_through_run(odd, root, tmp_path, seed):
     """The first goes through the other commands too."""

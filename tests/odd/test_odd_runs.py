@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-RUNS = int(os.environ.get("ODD_RUNS", "4"))
+RUNS = int(os.environ.get("ODD_RUNS", "2"))
 """How many numbered runs the slow tests try; 2,000 take an hour or two."""
 
 FIRST = int(os.environ.get("ODD_FIRST", "0"))

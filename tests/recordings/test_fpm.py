@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 import tracefit
 from decoding import decoded_block
 from recorded import WRITERS, arrays, csv_lines, json_lines, maps, record
+from together import Recorded, together
 from tracefit.errors import DataError
 from tracefit.inputs.blocks import Block, inspect_file, read_blocks
 from tracefit.inputs.discovery import open_inputs
@@ -42,6 +43,11 @@ WAITING = {
 
 def steady(count, first=1, **fields):
     return [record(step, 0.01 + step / 1e5, **BUSY | fields) for step in range(first, first + count)]
+
+
+def recorded(*contents, **settings):
+    """Return a run of files with these contents, for a test that yields it."""
+    return Recorded(json.dumps({"model": "m"} | settings), contents)
 
 
 @pytest.fixture
@@ -215,8 +221,9 @@ def test_number_like_the_start_of_a_message_starts_none(block_bytes):
 # -- idle gaps, lost steps, ranks ------------------------------------------------------------------------
 
 
-def test_a_heartbeat_is_an_idle_gap_and_no_step_time(ingested):
-    tables = ingested(b"".join(maps([*steady(2), record(3, 0.0), *steady(2, first=4)])))
+@together
+def test_a_heartbeat_is_an_idle_gap_and_no_step_time():
+    tables = yield recorded(b"".join(maps([*steady(2), record(3, 0.0), *steady(2, first=4)])))
     rows = tables["timeline"].select("step_id", "cycle_us", "idle_before", "idle_after").rows()
     assert rows == [
         (1, 10_010.0, None, False),
@@ -236,14 +243,16 @@ def test_gaps_of_the_counter_are_lost_steps(ingested):
     assert "14 numbers of the step counter have no record" in warning
 
 
-def test_workers_and_ranks_are_engines(ingested):
+@together
+def test_workers_and_ranks_are_engines():
     records = [*steady(2), *steady(3, rank=1), *steady(4, worker="other")]
-    tables = ingested(b"".join(arrays(records)))
+    tables = yield recorded(b"".join(arrays(records)))
     assert tables["runs"].select("server", "steps").rows() == [("other.dp0", 4), ("w.dp0", 2), ("w.dp1", 3)]
 
 
-def test_a_counter_that_starts_again_is_a_new_epoch(ingested):
-    tables = ingested(b"".join(json_lines([*steady(20, first=100), *steady(20)])))
+@together
+def test_a_counter_that_starts_again_is_a_new_epoch():
+    tables = yield recorded(b"".join(json_lines([*steady(20, first=100), *steady(20)])))
     epochs = tables["steps"].group_by("epoch").agg(pl.col("step_id").min(), pl.len()).sort("epoch")
     assert epochs.rows() == [(0, 100, 20), (1, 1, 20)]
 
@@ -253,11 +262,12 @@ def test_a_counter_that_starts_again_is_a_new_epoch(ingested):
 
 @pytest.mark.mostly_slow(every=5)
 @pytest.mark.parametrize("kind", WRITERS)
-def test_record_of_another_version_is_a_reject(ingested, kind):
+@together
+def test_record_of_another_version_is_a_reject(kind):
     if kind == "csv":
         pytest.skip("the table states no version")
     records = [*steady(2), record(3, 0.01, version=2, **BUSY), *steady(2, first=4)]
-    tables = ingested(b"".join(WRITERS[kind](records)))
+    tables = yield recorded(b"".join(WRITERS[kind](records)))
     assert tables["steps"]["step_id"].to_list() == [1, 2, 4, 5]
     assert tables["rejects"]["reason"].to_list() == ["ForwardPassMetrics of another version: 1 is read"]
 
@@ -293,7 +303,8 @@ def _changed(kind, value, field="sum_prefill_tokens"):
         ("wall_time", "NaN"),
     ],
 )
-def test_an_odd_value_costs_its_record_alone_and_is_listed(ingested, kind, field, value):
+@together
+def test_an_odd_value_costs_its_record_alone_and_is_listed(kind, field, value):
     if isinstance(value, int) and value > 2**64 and kind not in ("json", "csv"):
         pytest.skip("msgpack has no such number")
     if kind == "csv" and field == "wall_time" and not isinstance(value, float):
@@ -301,13 +312,13 @@ def test_an_odd_value_costs_its_record_alone_and_is_listed(ingested, kind, field
     before, after = WRITERS[kind](steady(1)), WRITERS[kind](steady(2, first=3))
     bad = _changed(kind, value, field)
     head = before[:1] if kind == "csv" else []
-    tables = ingested(b"".join([*before, bad, *after[len(head) :]]))
+    tables = yield recorded(b"".join([*before, bad, *after[len(head) :]]))
 
     assert tables["steps"]["step_id"].to_list() == [1, 3, 4]
     (reject,) = tables["rejects"].rows(named=True)
     assert reject["source_offset"] in {sum(map(len, before)), sum(map(len, before)) + 4}
     assert reject["reason"]
-    assert tables["result"].exit_code == 3
+    assert tables["runs"]["rejects"].to_list() == [1]
 
 
 @pytest.mark.parametrize("kind", ["json", "maps", "arrays", "framed"])
@@ -644,14 +655,15 @@ def test_a_trace_with_every_step_has_no_warning(ingested):
     assert tables["result"].warnings == ()
 
 
-def test_a_record_of_gpu_time_is_not_the_cycle(ingested):
+@together
+def test_a_record_of_gpu_time_is_not_the_cycle():
     records = metrics_of(steady(8))
     lines = [
         {"received_at_ns": 1_790_000_000_000_000_000 + n, "metrics": one} for n, one in enumerate(records)
     ]
     for line in lines[:4]:
         line["metrics"]["timing_scope"] = "model_step_cuda"
-    tables = ingested("".join(json.dumps(line) + "\n" for line in lines).encode())
+    tables = yield recorded("".join(json.dumps(line) + "\n" for line in lines).encode())
     assert tables["timeline"].sort("step_id")["cycle_source"].to_list() == ["fpm_gpu"] * 4 + ["fpm"] * 4
 
 

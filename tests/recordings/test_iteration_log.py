@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 import tracefit
 import wrapped
 from decoding import decoded_block
+from together import Recorded, together
 from tracefit.inputs.blocks import Block, inspect_file, load, read_blocks
 from tracefit.inputs.discovery import open_inputs
 from tracefit.inputs.files import TraceFile
@@ -89,6 +90,12 @@ def decoded(content, *, show_values=False):
     return decoded_block(iteration_log.decode, block, content, show_values=show_values)
 
 
+def recorded(*contents, **settings):
+    """Return a run of these logs, for a test that yields it."""
+    logs = (content if isinstance(content, bytes) else content.encode() for content in contents)
+    return Recorded(json.dumps({"model": "m"} | settings), tuple(logs), "server-{}")
+
+
 @pytest.fixture
 def ingested(tmp_path):
     """Ingest logs as one run; return its tables, and the result as `result`."""
@@ -153,10 +160,11 @@ def test_lines_of_engine_processes_have_neither_engine_nor_usage():
     assert steps["kv_usage_ratio"].to_list() == [None, 0.005, None]
 
 
-def test_a_dummy_batch_is_an_empty_step(ingested):
+@together
+def test_a_dummy_batch_is_an_empty_step():
     dummy = line(2, AT + 0.01, batch=(0, 0, 0, 0), rest=" (dummy), GPU KV cache usage: 0.5%")
     encoder = line(3, AT + 0.02, rest=", 1 encoder inputs, 50 encoder tokens, GPU KV cache usage: 0.5%")
-    tables = ingested(line(1) + dummy + encoder + line(4, AT + 0.04))
+    tables = yield recorded(line(1) + dummy + encoder + line(4, AT + 0.04))
     assert tables["steps"]["waiting_depth"].to_list() == [None, 0, None, None]
     assert tables["timeline"]["idle_after"].to_list() == [False, True, False, False]
     assert tables["timeline"]["cycle_us"].round(3).to_list() == [None, 10_000, 10_000, None]
@@ -180,15 +188,17 @@ def test_a_log_is_found_by_its_content_in_any_name(tmp_path, compress):
 
 
 @pytest.mark.slow
-def test_time_between_lines_is_of_the_later_step(ingested):
-    tables = ingested(line(0) + line(1, AT + 0.010) + line(2, AT + 0.025) + line(3, AT + 0.027))
+@together
+def test_time_between_lines_is_of_the_later_step():
+    tables = yield recorded(line(0) + line(1, AT + 0.010) + line(2, AT + 0.025) + line(3, AT + 0.027))
     timeline = tables["timeline"]
     assert timeline["cycle_us"].round(3).to_list() == [None, 10_000, 15_000, None]
     assert timeline["cycle_source"].to_list() == [None, "log", "log", None]
     assert set(timeline["composition_source"]) == {"log"}
 
 
-def test_time_beyond_the_elapsed_time_is_a_pause(ingested):
+@together
+def test_time_beyond_the_elapsed_time_is_a_pause():
     times = [0.010 * step for step in range(30)]
     fresh = [line(step, AT + at, elapsed_ms=9.0) for step, at in enumerate(times)]
     # Of two prompts that nothing ran before, the first came at once, the other after 200 ms.
@@ -196,25 +206,27 @@ def test_time_beyond_the_elapsed_time_is_a_pause(ingested):
     fresh.append(line(31, AT + 0.510, batch=(1, 50, 0, 0), elapsed_ms=9.0))
     fresh.append(line(32, AT + 0.520))
     fresh.append(line(33, AT + 0.530))
-    timeline = ingested("".join(fresh))["timeline"].filter(pl.col("step_id").is_between(29, 32))
+    timeline = (yield recorded("".join(fresh)))["timeline"].filter(pl.col("step_id").is_between(29, 32))
     assert timeline["idle_after"].to_list() == [False, False, True, False]
 
 
-def test_steps_within_a_whole_second_are_one_interval(ingested):
+@together
+def test_steps_within_a_whole_second_are_one_interval():
     # 40 steps of 100 ms: the clock changes at steps 5, 15, 25 and 35. The elapsed time, half a step, is not used.
     texts = [FORMS["default"](message(step, elapsed_ms=50.0)) for step in range(40)]
     texts = [text.replace(":49 ", f":{49 + (step + 5) // 10} ") for step, text in enumerate(texts)]
-    timeline = ingested("\n".join(texts) + "\n")["timeline"].drop_nulls("cycle_us")
+    timeline = (yield recorded("\n".join(texts) + "\n"))["timeline"].drop_nulls("cycle_us")
     found = timeline.select("step_id", "cycle_source", "interval_steps", pl.col("cycle_us").round(6))
     assert found.rows() == [(step, "log_interval", 10, 100_000.0) for step in (5, 15, 25)]
 
 
 @pytest.mark.slow
-def test_elapsed_times_that_add_up_are_used(ingested):
+@together
+def test_elapsed_times_that_add_up_are_used():
     # 90 and 110 ms in turn.
     texts = [FORMS["default"](message(step, elapsed_ms=100.0 + 10 * (-1) ** step)) for step in range(40)]
     texts = [text.replace(":49 ", f":{49 + (step + 5) // 10} ") for step, text in enumerate(texts)]
-    timeline = ingested("\n".join(texts) + "\n")["timeline"]
+    timeline = (yield recorded("\n".join(texts) + "\n"))["timeline"]
     assert timeline["cycle_us"].to_list() == [110_000.0, 90_000.0] * 20
     assert set(timeline["cycle_source"]) == {"log"}
 
@@ -237,9 +249,10 @@ def steps_of(waits_us, seconds_from=0.3):
 
 
 @pytest.mark.slow
-def test_waits_and_the_work_between_them_divide_whole_seconds(ingested):
+@together
+def test_waits_and_the_work_between_them_divide_whole_seconds():
     text, times_us = steps_of(None)
-    timeline = ingested(text)["timeline"]
+    timeline = (yield recorded(text))["timeline"]
     off = [abs(found / true - 1) for found, true in zip(timeline["cycle_us"], times_us, strict=True)]
     assert max(off) < 0.03
     assert set(timeline["cycle_source"]) == {"log"}
@@ -256,8 +269,9 @@ def test_waits_and_the_work_between_them_divide_whole_seconds(ingested):
 
 
 @pytest.mark.slow
-def test_waits_of_almost_nothing_leave_whole_seconds_as_they_are(ingested):
-    timeline = ingested(steps_of(50)[0])["timeline"]
+@together
+def test_waits_of_almost_nothing_leave_whole_seconds_as_they_are():
+    timeline = (yield recorded(steps_of(50)[0]))["timeline"]
     assert set(timeline["cycle_source"].drop_nulls()) == {"log_interval"}
 
 
@@ -295,12 +309,13 @@ CHUNK, NEW = (1, 2048, 0, 0), (1, 50, 0, 0)
     ("before", "gap_s", "is_jump"),
     [(CHUNK, 100.0, True), (CHUNK, 3600.0, True), (NEW, 100.0, False), (NEW, 3000.0, False)],
 )
-def test_a_jump_between_the_chunks_of_a_prompt_is_no_pause(ingested, before, gap_s, is_jump):
+@together
+def test_a_jump_between_the_chunks_of_a_prompt_is_no_pause(before, gap_s, is_jump):
     """A step of new requests only follows one that left a prompt unfinished: the engine did not idle."""
     texts = [line(step, AT + step / 100 + gap_s * (step >= 60)) for step in range(120)]
     texts[20] = line(20, AT + 0.2, batch=(2, 2048, 1, 1))
     texts[59], texts[60] = line(59, AT + 0.59, batch=before), line(60, AT + 0.6 + gap_s, batch=NEW)
-    tables = ingested("".join(texts))
+    tables = yield recorded("".join(texts))
     idle = tables["timeline"].filter("idle_after")["step_id"].to_list()
     reasons = {"steps.unix_ns jumps: the time to the next step is not a step's": 1}
     assert idle == ([] if is_jump else [60])
@@ -327,10 +342,11 @@ def test_a_gap_of_whole_half_hours_may_be_a_jump(ingested, gap_s):
 
 @pytest.mark.mostly_slow(every=2)
 @pytest.mark.parametrize("back_s", [10.0, 3600.0])
-def test_two_halves_of_a_log_do_not_meet_where_the_clock_was_set_back(ingested, back_s):
+@together
+def test_two_halves_of_a_log_do_not_meet_where_the_clock_was_set_back(back_s):
     """At the end of daylight saving the second half has the times of the first."""
     texts = [line(step, AT + step / 10 - back_s * (step >= 150)) for step in range(300)]
-    tables = ingested("".join(texts))
+    tables = yield recorded("".join(texts))
     assert tables["runs"].select("epochs", "steps", "lost_steps").rows() == [(1, 300, 0)]
     assert tables["timeline"]["cycle_us"].drop_nulls().is_between(99_999, 100_001).all()
     assert len(tables["timeline"]["cycle_us"].drop_nulls()) == 297
@@ -338,7 +354,8 @@ def test_two_halves_of_a_log_do_not_meet_where_the_clock_was_set_back(ingested, 
 
 @pytest.mark.mostly_slow(every=2)
 @pytest.mark.parametrize("elapsed_ms", [100.0, 1.0])
-def test_a_jump_of_whole_seconds_is_no_step(ingested, elapsed_ms):
+@together
+def test_a_jump_of_whole_seconds_is_no_step(elapsed_ms):
     """With waits that add up, each step has its own time, but that at the jump."""
     texts = [
         FORMS["default"](message(step, elapsed_ms=elapsed_ms)).replace(
@@ -346,7 +363,7 @@ def test_a_jump_of_whole_seconds_is_no_step(ingested, elapsed_ms):
         )
         for step in range(400)
     ]
-    tables = ingested("\n".join(texts) + "\n")
+    tables = yield recorded("\n".join(texts) + "\n")
     times = tables["timeline"]["cycle_us"].drop_nulls()
     assert times.is_between(40_000, 200_000).all()
     assert len(times) > (390 if elapsed_ms == 100 else 30)
@@ -401,23 +418,25 @@ def prefixed(kind, name, pid=1):
 
 @pytest.mark.mostly_slow(every=7)
 @pytest.mark.parametrize("kind", PREFIXES)
-def test_servers_of_one_log_are_told_apart_by_what_is_before_their_lines(ingested, kind):
+@together
+def test_servers_of_one_log_are_told_apart_by_what_is_before_their_lines(kind):
     pairs = [
         (prefixed(kind, "a") + default(step), prefixed(kind, "b") + default(7 * step)) for step in range(30)
     ]
-    tables = ingested("".join(f"{a}\n{b}\n" for a, b in pairs))
+    tables = yield recorded("".join(f"{a}\n{b}\n" for a, b in pairs))
     a, b = (f"{PREFIXES[kind][1].format(name)}.dp0" for name in "ab")
     found = tables["runs"].select("server", "epochs", "steps", "lost_steps").rows()
     assert found == [(a, 1, 30, 0), (b, 1, 30, 6 * 29)]
     assert tables["rejects"].height == 0
 
 
-def test_a_server_that_restarts_in_a_log_of_several_is_one_server(ingested):
+@together
+def test_a_server_that_restarts_in_a_log_of_several_is_one_server():
     """A restart changes the process."""
     texts = [prefixed("syslog", "a", 1) + default(step) for step in range(20)]
     texts += [prefixed("syslog", "b", 1) + default(step) for step in range(20)]
     texts += [prefixed("syslog", "a", 2) + default(step, second=80) for step in range(20)]
-    runs = ingested("\n".join(texts) + "\n")["runs"]
+    runs = (yield recorded("\n".join(texts) + "\n"))["runs"]
     assert runs.select("server", "epochs", "steps").rows() == [
         ("gpu-a/vllm.dp0", 2, 40),
         ("gpu-b/vllm.dp0", 1, 20),
@@ -534,7 +553,8 @@ def test_a_cut_line_costs_itself_alone(ingested):
 
 
 @pytest.mark.slow
-def test_absurd_numbers_are_rejects(ingested):
+@together
+def test_absurd_numbers_are_rejects():
     text = "".join(line(step, AT + step / 100) for step in range(20))
     odd = [
         (10**17, (0, 0, 1, 1)),
@@ -543,7 +563,7 @@ def test_absurd_numbers_are_rejects(ingested):
         (500_000_000, (0, 0, 1, 1)),
     ]
     text += "".join(line(step, AT + 0.2, batch=batch) for step, batch in odd)
-    tables = ingested(text + line(21, AT + 0.21) + line(22, AT + 0.22) + line(23, AT + 0.23))
+    tables = yield recorded(text + line(21, AT + 0.21) + line(22, AT + 0.22) + line(23, AT + 0.23))
     assert tables["steps"]["step_id"].to_list() == [*range(20), 21, 22, 23]
     assert tables["rejects"].height == 4
 

@@ -16,7 +16,7 @@ from tracefit.synth import SynthOptions, synth, write_run
 def made(request, tmp_path_factory):
     """Return the form, the truth and the result folder of a logged run whose coefficients are known."""
     folder = tmp_path_factory.mktemp("logged")
-    run = synth(SynthOptions(name="planted", form=request.param, seed=21, requests=1000, law=LAW))
+    run = synth(SynthOptions(name="planted", form=request.param, seed=21, requests=500, law=LAW))
     written = write_run(run, folder / "runs")
     assert [f.name for f in written.iterdir() if f.suffix == ".log"] == ["vllm.log"]
     declared = folder / "planted.yaml"

@@ -7,6 +7,8 @@ import json
 import polars as pl
 import pytest
 
+from together import together
+
 BOOT_UNIX_NS = 1_700_000_000_000_000_000
 """As in `conftest.py`."""
 
@@ -87,8 +89,9 @@ def _twins(traces, *, apart=1000, late_us=430.0, **how):
     ("apart", "edges"),
     [(1000, False), (-60, False), (12, False), (3, False), (1000, True), (1, True), (0, True)],
 )
-def test_step_counters_side_by_side_are_servers_of_their_own(tables_of, traces, apart, edges):
-    table = tables_of(_nameless(_twins(traces, apart=apart, edges=edges)))
+@together
+def test_step_counters_side_by_side_are_servers_of_their_own(traces, apart, edges):
+    table = yield _nameless(_twins(traces, apart=apart, edges=edges))
     assert table("runs").select("server", "epochs", "steps", "requests").rows() == [
         ("vllm#1", 1, 40, 10),
         ("vllm#2", 1, 40, 10),
@@ -101,8 +104,9 @@ def test_step_counters_side_by_side_are_servers_of_their_own(tables_of, traces, 
 
 
 @pytest.mark.slow
-def test_counters_with_few_sampled_steps(tables_of, traces):
-    table = tables_of(_nameless(_twins(traces, apart=300, every=5)))
+@together
+def test_counters_with_few_sampled_steps(traces):
+    table = yield _nameless(_twins(traces, apart=300, every=5))
     assert table("runs").select("server", "steps", "requests").rows() == [
         ("vllm#1", 8, 10),
         ("vllm#2", 8, 10),
@@ -110,24 +114,26 @@ def test_counters_with_few_sampled_steps(tables_of, traces):
 
 
 @pytest.mark.slow
-def test_snapshots_go_with_the_steps_of_their_span(tables_of, traces):
+@together
+def test_snapshots_go_with_the_steps_of_their_span(traces):
     _twins(traces)
     for server, step in (("a", 105), ("b", 1105)):
         span = next(s for s in _spans(traces, server) if s["name"].startswith("scheduler"))
         span["events"].append(traces.snapshot(step, 5_600, f"of-{server}"))
-    rows = tables_of(_nameless(traces))("request_snapshots").select("server", "request_id").rows()
+    rows = (yield _nameless(traces))("request_snapshots").select("server", "request_id").rows()
     assert rows == [("vllm#1", "of-a"), ("vllm#2", "of-b")]
 
 
 @pytest.mark.slow
-def test_hosts_have_clocks_of_their_own(tables_of, traces):
+@together
+def test_hosts_have_clocks_of_their_own(traces):
     """With counters that are the same, and with no step event at all."""
     traces.server = "a"
     traces.request(1, 0, step=5).request(3, 60_000, step=9)
     traces.server = "b"
     traces.request(2, 500, step=5).request(4, 60_500, step=9)
     _on_another_host(traces, "b")
-    assert _requests(tables_of(_nameless(traces))) == {
+    assert _requests((yield _nameless(traces))) == {
         "cmpl-1": "vllm#1",
         "cmpl-3": "vllm#1",
         "cmpl-2": "vllm#2",
@@ -135,19 +141,21 @@ def test_hosts_have_clocks_of_their_own(tables_of, traces):
     }
 
 
-def test_a_host_that_was_restarted_is_one_server(tables_of, traces):
+@together
+def test_a_host_that_was_restarted_is_one_server(traces):
     """Its monotonic clock starts again: another zero, after the other one's time."""
     traces.server = "before"
     traces.request(1, 0, step=50)
     traces.server = "after"
     traces.request(2, 90_000_000, step=5)
     _on_another_host(traces, "after", by_us=-80_000_000)
-    table = tables_of(_nameless(traces))
+    table = yield _nameless(traces)
     assert table("runs").select("server", "epochs").rows() == [("vllm", 2)]
 
 
 @pytest.mark.slow
-def test_a_step_that_a_machine_suspends_stays(tables_of, traces):
+@together
+def test_a_step_that_a_machine_suspends_stays(traces):
     """Its wall-clock time is at its end, seconds after it began; one that began at another time than it says does not stay."""
     late_ns = 3_000_000_000
     steps = [traces.summary(step, 1000.0 * step) for step in range(1, 9)]
@@ -157,44 +165,49 @@ def test_a_step_that_a_machine_suspends_stays(tables_of, traces):
             traces.change([event], lambda end: end + late_ns, "step.ts_end_ns")
             traces.change([event], lambda us: us + late_ns // 1000, "step.duration_us")
     traces.steps(*steps)
-    assert tables_of(traces)("steps")["step_id"].sort().to_list() == [1, 2, 3, 4, 5, 6, 8]
+    assert (yield traces)("steps")["step_id"].sort().to_list() == [1, 2, 3, 4, 5, 6, 8]
 
 
-def test_a_server_that_was_restarted_is_one_server(tables_of, traces):
+@together
+def test_a_server_that_was_restarted_is_one_server(traces):
     _engine(traces, "a", 1, 0.0)
     _engine(traces, "a", 1, 500_000.0, spans=2)
-    assert tables_of(_nameless(traces))("runs").select("server", "epochs").rows() == [("vllm", 2)]
+    assert (yield _nameless(traces))("runs").select("server", "epochs").rows() == [("vllm", 2)]
 
 
 @pytest.mark.slow
-def test_restarted_twin_is_a_second_server(tables_of, traces):
+@together
+def test_restarted_twin_is_a_second_server(traces):
     _engine(traces, "a", 5000, 0.0, spans=20)
     _engine(traces, "b", 100, 430.0)
     _engine(traces, "b", 1, 60_430.0)
-    assert tables_of(_nameless(traces))("runs").select("server", "epochs", "steps").rows() == [
+    assert (yield _nameless(traces))("runs").select("server", "epochs", "steps").rows() == [
         ("vllm#1", 1, 200),
         ("vllm#2", 2, 80),
     ]
 
 
 @pytest.mark.slow
-def test_servers_with_names_of_their_own_keep_them(tables_of, traces):
-    assert tables_of(_twins(traces))("runs")["server"].to_list() == ["a", "b"]
+@together
+def test_servers_with_names_of_their_own_keep_them(traces):
+    assert (yield _twins(traces))("runs")["server"].to_list() == ["a", "b"]
 
 
-def test_api_events_of_another_host_come_onto_the_engines_clock(tables_of, traces):
+@together
+def test_api_events_of_another_host_come_onto_the_engines_clock(traces):
     traces.request(1, 0, step=5).request(2, 60_000, step=9)
     _on_another_host(traces, "engine", scopes=("llm_request",))
-    rows = tables_of(traces)("requests").select("admission_us", "departure_us").rows()
+    rows = (yield traces)("requests").select("admission_us", "departure_us").rows()
     assert [tuple(round(value, 3) for value in row) for row in rows] == [(1000.0, 300.0)] * 2
 
 
 @pytest.mark.slow
-def test_a_damaged_step_id_is_no_restart(tables_of, traces):
+@together
+def test_a_damaged_step_id_is_no_restart(traces):
     """10^15 and back again."""
     traces.steps(*(traces.summary(step, 1000.0 * step) for step in range(1, 21)))
     traces.core(7, [("QUEUED", 9_500, 8), ("SCHEDULED", 10_200, 10**15), ("FINISHED", 10_900, 10)])
-    table = tables_of(traces)
+    table = yield traces
     assert table("runs")["epochs"].to_list() == [1]
     assert table("timeline")["step_id"].to_list() == list(range(1, 21))
 
@@ -217,9 +230,10 @@ def _requests_of_two_clocks(traces, count, ahead_us):
 
 @pytest.mark.mostly_slow(every=5)
 @pytest.mark.parametrize("ahead_us", [50_000, 10_000, 1_100, -50_000, -400])
-def test_a_clock_ahead_is_found_by_causality(tables_of, traces, ahead_us):
+@together
+def test_a_clock_ahead_is_found_by_causality(traces, ahead_us):
     """The core may have queued a request from 0 to 1,300 us after the API: the middle is 650 us from either end."""
-    table = tables_of(_requests_of_two_clocks(traces, 12, lambda _: ahead_us))
+    table = yield _requests_of_two_clocks(traces, 12, lambda _: ahead_us)
     # Of 1,000 us on the way there and 300 us on the way back 650 us each are left.
     assert table("runs").select(API_CLOCK).rows() == [("engine", ahead_us - 350, 650, 24)]
     rows = table("requests").select(pl.col("^(admission|ttft|departure|client)_us$").round(3)).unique()
@@ -234,16 +248,18 @@ def test_a_clock_ahead_is_found_by_causality(tables_of, traces, ahead_us):
 
 @pytest.mark.mostly_slow(every=3)
 @pytest.mark.parametrize("ahead_us", [900, 0, -200])
-def test_clocks_that_causality_allows_are_left_alone(tables_of, traces, ahead_us):
-    table = tables_of(_requests_of_two_clocks(traces, 12, lambda _: ahead_us))
+@together
+def test_clocks_that_causality_allows_are_left_alone(traces, ahead_us):
+    table = yield _requests_of_two_clocks(traces, 12, lambda _: ahead_us)
     assert table("runs").select(API_CLOCK).rows() == [("engine", None, None, 0)]
     assert table("requests")["admission_us"].round(3).unique().to_list() == [1000 - ahead_us]
 
 
 @pytest.mark.slow
-def test_a_few_requests_out_of_order_are_no_clock(tables_of, traces):
+@together
+def test_a_few_requests_out_of_order_are_no_clock(traces):
     """One in forty departs before it finishes, as a request whose id another one has, too."""
-    table = tables_of(_requests_of_two_clocks(traces, 400, lambda number: -400 * (number % 40 == 0)))
+    table = yield _requests_of_two_clocks(traces, 400, lambda number: -400 * (number % 40 == 0))
     assert table("runs").select(API_CLOCK).rows() == [("engine", None, None, 0)]
     assert table("requests")["departure_us"].null_count() == 10
     counts = json.loads(table("runs")["implausible"][0])
@@ -253,8 +269,9 @@ def test_a_few_requests_out_of_order_are_no_clock(tables_of, traces):
 
 
 @pytest.mark.slow
-def test_clocks_that_no_distance_explains_leave_no_value(tables_of, traces):
-    table = tables_of(_requests_of_two_clocks(traces, 40, lambda number: 50_000 * (-1) ** number))
+@together
+def test_clocks_that_no_distance_explains_leave_no_value(traces):
+    table = yield _requests_of_two_clocks(traces, 40, lambda number: 50_000 * (-1) ** number)
     assert table("runs").select(API_CLOCK).rows() == [("engine", None, None, 0)]
     requests = table("requests")
     assert (requests["admission_us"].null_count(), requests["departure_us"].null_count()) == (20, 20)

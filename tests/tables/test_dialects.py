@@ -9,6 +9,7 @@ import polars as pl
 import pyarrow.parquet as pq
 import pytest
 
+from together import together
 from tracefit.tables.dialects import JOURNEY_EVENTS, SNAPSHOT_EVENT, STEP_EVENT
 
 SOURCE = ("run_id", "source_file", "source_offset")
@@ -43,8 +44,9 @@ def test_plain_spelling_gives_the_tables_of_the_dotted_one(tables_of, new_traces
     assert dotted.height == (10 if table == "journey_events" else 1)
 
 
-def test_every_event_has_its_name_layer_and_facts(tables_of, new_traces):
-    rows = tables_of(_disturbed(new_traces()))("journey_events")
+@together
+def test_every_event_has_its_name_layer_and_facts(new_traces):
+    rows = (yield _disturbed(new_traces()))("journey_events")
     assert rows.select("layer", "event").rows() == [
         ("api", "ARRIVED"),
         ("api", "HANDOFF_TO_CORE"),
@@ -65,29 +67,32 @@ def test_every_event_has_its_name_layer_and_facts(tables_of, new_traces):
 
 @pytest.mark.mostly_slow(every=2)
 @pytest.mark.parametrize("clock", ["s", "zero"])
-def test_times_without_nanoseconds_come_from_the_seconds(tables_of, new_traces, clock):
+@together
+def test_times_without_nanoseconds_come_from_the_seconds(new_traces, clock):
     trace = new_traces(clock=clock).request(1, 2_000_000, step=1)
-    core = tables_of(trace)("journey_events").filter(layer="core")
+    core = (yield trace)("journey_events").filter(layer="core")
     assert core["ts_ns"].to_list() == [2_001_000_000, 2_001_200_000, 2_011_200_000, 2_051_200_000]
 
 
-def test_api_event_without_engine_time_is_placed_by_wall_clock(tables_of, traces):
+@together
+def test_api_event_without_engine_time_is_placed_by_wall_clock(traces):
     arrived = traces.event("api.ARRIVED", 4000, {})
     traces.span("vllm.api", "llm_request", (1, 2, 0), [arrived]).request(2, 50_000, step=1)
-    rows = tables_of(traces)("journey_events").filter(event="ARRIVED")
+    rows = (yield traces)("journey_events").filter(event="ARRIVED")
     assert rows["ts_ns"].to_list() == [4_000_000, 50_000_000]
 
 
 @pytest.mark.mostly_slow(every=2)
 @pytest.mark.parametrize("attributes", [{}, {"ts.monotonic": True, "event.ts.monotonic": True}])
-def test_attribute_absent_from_every_event_is_null(tables_of, traces, attributes):
+@together
+def test_attribute_absent_from_every_event_is_null(traces, attributes):
     """Two of every event, so that columns from events are as long as columns from spans."""
     for number, (scope, layer) in enumerate([("vllm.api", "api"), ("vllm.scheduler", "core")], start=5):
         names = [name for kind in JOURNEY_EVENTS if kind.layer == layer for name in kind.spellings]
         events = [traces.event(name, at, attributes) for name in names for at in (4000, 5000)]
         traces.span(scope, "a span", (number, number, 0), events)
     bare = [traces.event(name, 4000, attributes) for name in (STEP_EVENT, SNAPSHOT_EVENT) for _ in range(2)]
-    table = tables_of(traces.steps(*bare).request(1, 0, step=1))
+    table = yield traces.steps(*bare).request(1, 0, step=1)
     rows = table("journey_events").filter(pl.col("request_id").is_null())
     assert rows.group_by("layer", "event").len().height == len(JOURNEY_EVENTS)
     assert rows.select("step_id", "phase", "num_preemptions").null_count().row(0) == (rows.height,) * 3

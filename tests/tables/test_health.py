@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import pytest
 
+from together import together
 from tracefit.tables.health import health_checks
 
 
-@pytest.fixture
-def checks_of(tables_of):
-    """Return a function from a trace to its checks by name."""
-
-    def of(trace):
-        table = tables_of(trace)
-        found = health_checks(table("journey_events"), table("requests"), table("steps"))
-        return {check.name: (check.held, check.of, check.detail) for check in found}
-
-    return of
+def checks_of(trace):
+    """Yield a trace; return its checks by name."""
+    table = yield trace
+    found = health_checks(table("journey_events"), table("requests"), table("steps"))
+    return {check.name: (check.held, check.of, check.detail) for check in found}
 
 
 @pytest.mark.slow
-def test_a_healthy_trace_has_nothing_to_tell(traces, checks_of):
+@together
+def test_a_healthy_trace_has_nothing_to_tell(traces):
     traces.load(steps=60, requests=40)
-    found = checks_of(traces)
+    found = yield from checks_of(traces)
     assert {name: held for name, (held, _, _) in found.items()} == {
         "complete lifecycles": 40,
         "both layers": 40,
@@ -38,27 +35,30 @@ def test_a_healthy_trace_has_nothing_to_tell(traces, checks_of):
 
 @pytest.mark.mostly_slow(every=4)
 @pytest.mark.parametrize("lost", ["QUEUED", "SCHEDULED", "FIRST_TOKEN", "FINISHED"])
-def test_a_lost_event_makes_a_lifecycle_incomplete(traces, checks_of, lost):
+@together
+def test_a_lost_event_makes_a_lifecycle_incomplete(traces, lost):
     traces.request(1, 0, step=1).request(2, 60_000, step=6)
     span = traces.records[-1]["scopeSpans"][0]["spans"][0]
     span["events"] = [e for e in span["events"] if e["name"] != f"journey.{lost}"]
-    assert checks_of(traces)["complete lifecycles"] == (1, 2, f"1 without {lost}")
+    assert (yield from checks_of(traces))["complete lifecycles"] == (1, 2, f"1 without {lost}")
 
 
-def test_a_request_that_was_aborted_while_it_waited_is_complete(traces, checks_of):
+@together
+def test_a_request_that_was_aborted_while_it_waited_is_complete(traces):
     traces.api(1, {"ARRIVED": 0, "ABORTED": 900})
     traces.core(1, [("QUEUED", 500, 0), ("FINISHED", 800, 1, {"finish.status": "aborted"})])
-    assert checks_of(traces)["complete lifecycles"] == (1, 1, "")
+    assert (yield from checks_of(traces))["complete lifecycles"] == (1, 1, "")
 
 
 @pytest.mark.slow
-def test_spans_of_one_layer_alone_are_reported(traces, checks_of):
+@together
+def test_spans_of_one_layer_alone_are_reported(traces):
     traces.request(1, 0, step=1)
     traces.api(2, {"ARRIVED": 70_000, "DEPARTED": 80_000})
     orphan = [("QUEUED", 90_000, 9), ("SCHEDULED", 90_200, 10, {"schedule.kind": "FIRST"})]
     traces.core(3, orphan, parent=False)
     wanted = (1, 3, "1 without an API span, 1 without an engine span")
-    assert checks_of(traces)["both layers"] == wanted
+    assert (yield from checks_of(traces))["both layers"] == wanted
 
 
 @pytest.mark.mostly_slow(every=4)
@@ -71,7 +71,8 @@ def test_spans_of_one_layer_alone_are_reported(traces, checks_of):
         ((2000, 2200, 11_000, 10_000), "1 FINISHED before FIRST_TOKEN"),
     ],
 )
-def test_events_that_run_backwards_in_time_are_reported(traces, checks_of, times, detail):
+@together
+def test_events_that_run_backwards_in_time_are_reported(traces, times, detail):
     traces.api(1, {"ARRIVED": 1000, "DEPARTED": 60_000})
     queued, scheduled, first, finished = times
     events = [
@@ -81,7 +82,7 @@ def test_events_that_run_backwards_in_time_are_reported(traces, checks_of, times
         ("FINISHED", finished, 5, {"finish.status": "length", "decode.done_tokens": 5}),
     ]
     traces.core(1, events)
-    assert checks_of(traces)["time order"] == (0, 1, detail)
+    assert (yield from checks_of(traces))["time order"] == (0, 1, detail)
 
 
 @pytest.mark.mostly_slow(every=3)
@@ -93,13 +94,15 @@ def test_events_that_run_backwards_in_time_are_reported(traces, checks_of, times
         ((5, 6, 6, 5), "1 FINISHED in a step before FIRST_TOKEN"),
     ],
 )
-def test_steps_that_run_backwards_are_reported(traces, checks_of, steps, detail):
+@together
+def test_steps_that_run_backwards_are_reported(traces, steps, detail):
     names = ("QUEUED", "SCHEDULED", "FIRST_TOKEN", "FINISHED")
     traces.core(1, [(n, 1000 * i, step) for i, (n, step) in enumerate(zip(names, steps, strict=True))])
-    assert checks_of(traces)["step order"] == (0, 1, detail)
+    assert (yield from checks_of(traces))["step order"] == (0, 1, detail)
 
 
-def test_more_steps_than_tokens_are_reported(traces, checks_of):
+@together
+def test_more_steps_than_tokens_are_reported(traces):
     """Five tokens from the first to the last in step 6: five steps apart instead of four."""
     events = [
         ("QUEUED", 0, 0),
@@ -109,7 +112,7 @@ def test_more_steps_than_tokens_are_reported(traces, checks_of):
     ]
     traces.core(1, events)
     traces.request(2, 60_000, step=8)
-    assert checks_of(traces)["one token per step"] == (1, 2, "1 otherwise")
+    assert (yield from checks_of(traces))["one token per step"] == (1, 2, "1 otherwise")
 
 
 def _preempted(traces, turns):
@@ -129,30 +132,34 @@ PREEMPTIONS = {
 }
 
 
-def test_a_resume_that_comes_first_is_reported(traces, checks_of):
+@together
+def test_a_resume_that_comes_first_is_reported(traces):
     _preempted(traces, [("SCHEDULED", 1000, 1, "RESUME")])
-    assert checks_of(traces)["preemption pairing"] == (0, 1, "1 resumed without a preemption")
+    assert (yield from checks_of(traces))["preemption pairing"] == (0, 1, "1 resumed without a preemption")
 
 
 @pytest.mark.mostly_slow(every=5)
 @pytest.mark.parametrize("case", PREEMPTIONS)
-def test_preemptions_pair_with_what_follows(traces, checks_of, case):
+@together
+def test_preemptions_pair_with_what_follows(traces, case):
     turns, wanted = PREEMPTIONS[case]
     _preempted(traces, [("SCHEDULED", 1000, 1, "FIRST"), *turns])
-    assert checks_of(traces)["preemption pairing"] == wanted
+    assert (yield from checks_of(traces))["preemption pairing"] == wanted
 
 
-def test_a_step_whose_tokens_do_not_add_up_is_reported(traces, checks_of):
+@together
+def test_a_step_whose_tokens_do_not_add_up_is_reported(traces):
     traces.steps(
         traces.summary(1, 1000), traces.summary(2, 3000, scheduled_tokens=9), traces.summary(3, 5000)
     )
-    assert checks_of(traces)["tokens of a step add up"] == (2, 3, "1 otherwise")
+    assert (yield from checks_of(traces))["tokens of a step add up"] == (2, 3, "1 otherwise")
 
 
-def test_starts_out_of_order_are_reported(traces, checks_of):
+@together
+def test_starts_out_of_order_are_reported(traces):
     steps = [traces.summary(k, at) for k, at in ((1, 1000), (2, 3000), (3, 2000), (4, 7000))]
     # The wall clock goes on: only the engine's own clock runs backwards.
     for event, at in zip(steps, (1, 2, 3, 4), strict=True):
         event["timeUnixNano"] = str(1_700_000_000_000_000_000 + at * 1_000_000)
     traces.steps(*steps)
-    assert checks_of(traces)["step starts in order"] == (3, 4, "1 before the step before")
+    assert (yield from checks_of(traces))["step starts in order"] == (3, 4, "1 before the step before")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from together import together
 from tracefit.tables import dialects, schema
 
 BOOT = 1_700_000_000_000_000_000
@@ -47,8 +48,9 @@ def _phases(trace, number, phases, *, parent, scope="vllm.scheduler"):
 
 @pytest.mark.mostly_slow(every=2)
 @pytest.mark.parametrize("scope", ["vllm.llm_engine", "vllm.tracing.otel"])
-def test_a_stock_span_is_a_request(tables_of, traces, scope):
-    row = tables_of(_stock(traces, scope=scope))("requests").row(0, named=True)
+@together
+def test_a_stock_span_is_a_request(traces, scope):
+    row = (yield _stock(traces, scope=scope))("requests").row(0, named=True)
     expected = {
         "request_id": "cmpl-7",
         "dialect": "stock",
@@ -83,38 +85,42 @@ def test_a_stock_span_is_a_request(tables_of, traces, scope):
 
 @pytest.mark.mostly_slow(every=2)
 @pytest.mark.parametrize("scope", ["vllm.llm_engine", "vllm.tracing.otel"])
-def test_lengths_may_have_their_newer_names(tables_of, traces, scope):
+@together
+def test_lengths_may_have_their_newer_names(traces, scope):
     older = {f"gen_ai.usage.{name}_tokens": None for name in ("prompt", "completion")}
     newer = {"gen_ai.usage.input_tokens": 64, "gen_ai.usage.output_tokens": 9}
     _stock(traces, 1, scope=scope, **older, **newer)
     _stock(traces, 2, scope=scope, **newer)
-    rows = tables_of(traces)("requests").sort("request_id")
+    rows = (yield traces)("requests").sort("request_id")
     assert rows.select("prompt_tokens", "output_tokens").rows() == [(64, 9), (120, 31)]
 
 
-def test_stock_phases_are_counted_back_from_first_token(tables_of, traces):
-    row = tables_of(_stock(traces))("requests").row(0, named=True)
+@together
+def test_stock_phases_are_counted_back_from_first_token(traces):
+    row = (yield _stock(traces))("requests").row(0, named=True)
     # 35 ms to the first token, 20 of them prefill, 10 before that in the queue.
     assert row["first_scheduled_ns"] == BOOT + 1_015_000_000
     assert row["queued_ns"] == BOOT + 1_005_000_000
 
 
 @pytest.mark.slow
-def test_an_older_stock_span_has_the_times_in_the_model(tables_of, traces):
+@together
+def test_an_older_stock_span_has_the_times_in_the_model(traces):
     older = {
         "gen_ai.latency.time_in_scheduler": 0.002,
         "gen_ai.latency.time_in_model_forward": 0.2,
         "gen_ai.latency.time_in_model_execute": 0.3,
         **dict.fromkeys(k for k in STOCK if "time_in_model" in k),
     }
-    row = tables_of(_stock(traces, **older))("requests").row(0, named=True)
+    row = (yield _stock(traces, **older))("requests").row(0, named=True)
     times = ("scheduler_us", "model_forward_us", "model_execute_us", "execute_ratio", "prefill_us")
     assert [row[t] for t in times] == [2000, 200_000, 300_000, pytest.approx(0.3 / 0.335), None]
     assert row["queued_ns"] == row["arrival_ns"], "nothing better is known"
 
 
-def test_values_that_are_no_numbers_are_unknown(tables_of, traces):
-    row = tables_of(_stock(traces, **{"gen_ai.latency.time_in_queue": "soon", "gen_ai.latency.e2e": True}))
+@together
+def test_values_that_are_no_numbers_are_unknown(traces):
+    row = yield _stock(traces, **{"gen_ai.latency.time_in_queue": "soon", "gen_ai.latency.e2e": True})
     row = row("requests").row(0, named=True)
     assert (row["queue_wait_us"], row["finished_ns"], row["ttft_us"]) == (None, None, pytest.approx(35_000))
 
@@ -132,8 +138,9 @@ LIFE = [
 
 @pytest.mark.mostly_slow(every=2)
 @pytest.mark.parametrize("scope", ["vllm.scheduler", "vllm.something.new"])
-def test_lifecycle_spans_of_one_parent_are_a_request(tables_of, traces, scope):
-    row = tables_of(_phases(traces, 9, LIFE, parent=99, scope=scope))("requests").row(0, named=True)
+@together
+def test_lifecycle_spans_of_one_parent_are_a_request(traces, scope):
+    row = (yield _phases(traces, 9, LIFE, parent=99, scope=scope))("requests").row(0, named=True)
     expected = {
         "dialect": "lifecycle",
         "queued_ns": BOOT + 1_000_000,
@@ -154,20 +161,22 @@ def test_lifecycle_spans_of_one_parent_are_a_request(tables_of, traces, scope):
     assert {key: row[key] for key in expected} == expected
 
 
-def test_lifecycle_spans_complete_the_stock_span_they_belong_to(tables_of, traces):
+@together
+def test_lifecycle_spans_complete_the_stock_span_they_belong_to(traces):
     trace = _stock(traces, 9, begin_us=500)
-    rows = tables_of(_phases(trace, 9, LIFE, parent=18))("requests")
+    rows = (yield _phases(trace, 9, LIFE, parent=18))("requests")
     row = rows.row(0, named=True)
     assert (rows.height, row["dialect"], row["output_tokens"]) == (1, "stock", 31)
     assert row["admission_us"] == 500, "both its ends are known now"
     assert row["queue_wait_us"] == 10_000, "as the server itself counts it"
 
 
-def test_a_file_of_all_dialects_has_every_request_once(tables_of, traces):
+@together
+def test_a_file_of_all_dialects_has_every_request_once(traces):
     trace = traces.request(1, 2_000_000, step=1)
     _stock(trace, 7)
     _phases(trace, 9, LIFE, parent=99)
-    table = tables_of(trace)
+    table = yield trace
     rows = table("requests").sort("dialect")
     assert rows["dialect"].to_list() == ["journey", "lifecycle", "stock"]
     # One server on one clock: the journey tells that it began at BOOT, so the others are on it, too.
@@ -176,11 +185,12 @@ def test_a_file_of_all_dialects_has_every_request_once(tables_of, traces):
     assert table("runs")["dialects"].item().split(",") == ["vllm.api", "vllm.llm_engine", "vllm.scheduler"]
 
 
-def test_stock_span_fills_only_gaps_of_a_journey(tables_of, traces):
+@together
+def test_stock_span_fills_only_gaps_of_a_journey(traces):
     trace = traces.request(1, 2_000_000, step=1, output=5)
     stock = {"gen_ai.latency.time_in_queue": 9.0, "gen_ai.latency.time_in_model_forward": 0.04}
     _span(trace, "vllm.llm_engine", "llm_request", (1, 77, 2), 2_000_000, 2_050_000, **stock)
-    rows = tables_of(trace)("requests")
+    rows = (yield trace)("requests")
     row = rows.row(0, named=True)
     assert rows.height == 1
     assert (row["dialect"], row["queue_wait_us"]) == ("journey", 200), "events come first"
@@ -196,7 +206,8 @@ def _without_parents(trace):
 @pytest.mark.mostly_slow(every=4)
 @pytest.mark.parametrize("layers", ["both", "core"])
 @pytest.mark.parametrize("same_trace", [True, False])
-def test_stock_span_and_its_events_are_one_request(tables_of, traces, layers, same_trace):
+@together
+def test_stock_span_and_its_events_are_one_request(traces, layers, same_trace):
     for number in (1, 2):
         traces.request(number, number * 2_000_000, step=number * 10, output=5)
     if layers == "core":
@@ -210,7 +221,7 @@ def test_stock_span_and_its_events_are_one_request(tables_of, traces, layers, sa
         _span(traces, "vllm.tracing.otel", "llm_request", ids, begin_us, begin_us + 80_000, **facts)
     # A request that the events do not have.
     _stock(traces, 9)
-    rows = tables_of(traces)("requests").sort("request_id")
+    rows = (yield traces)("requests").sort("request_id")
     assert rows["dialect"].to_list() == ["journey", "journey", "stock"]
     assert rows["queue_wait_us"].to_list() == [200, 200, pytest.approx(10_000)], "events come first"
     assert rows["core_request_id"][:2].to_list() == ["cmpl-1-0-00000000", "cmpl-2-0-00000000"]
@@ -219,7 +230,8 @@ def test_stock_span_and_its_events_are_one_request(tables_of, traces, layers, sa
 
 
 @pytest.mark.slow
-def test_an_id_that_several_requests_have_joins_none(tables_of, traces):
+@together
+def test_an_id_that_several_requests_have_joins_none(traces):
     for number in (1, 2):
         traces.request(number, number * 2_000_000, step=number * 10, output=5)
     for record in traces.records:
@@ -229,7 +241,7 @@ def test_an_id_that_several_requests_have_joins_none(tables_of, traces):
             for a in span["attributes"]
         ]
     _stock(traces, 9, **{"gen_ai.request.id": "mine"})
-    rows = tables_of(traces)("requests")
+    rows = (yield traces)("requests")
     assert rows["dialect"].to_list().count("stock") == 1
 
 
@@ -265,9 +277,10 @@ LATENCIES = [key for key in STOCK if "latency" in key]
         ("0.3 s", "requests.prefill_us is not a number"),
     ],
 )
-def test_a_latency_that_cannot_be_is_left_out_alone_and_listed(tables_of, traces, value, reason):
+@together
+def test_a_latency_that_cannot_be_is_left_out_alone_and_listed(traces, value, reason):
     sound = _stock(traces, 7)
-    table = tables_of(_stock(sound, 8, **{"gen_ai.latency.time_in_model_prefill": value}))
+    table = yield _stock(sound, 8, **{"gen_ai.latency.time_in_model_prefill": value})
     rows = table("requests").sort("request_id")
     assert rows["prefill_us"].to_list() == [pytest.approx(20_000), None]
     others = ["ttft_us", "e2e_us", "decode_us", "queue_wait_us", "output_tokens", "arrival_ns"]
@@ -276,11 +289,12 @@ def test_a_latency_that_cannot_be_is_left_out_alone_and_listed(tables_of, traces
     assert table("runs")["implausible"].item() == (f'{{"{reason}": 1}}' if reason else "{}")
 
 
-def test_latencies_in_ns_are_recognised_by_span_length(tables_of, traces):
+@together
+def test_latencies_in_ns_are_recognised_by_span_length(traces):
     agent = {key: round(STOCK[key] * 1e9) for key in LATENCIES}
     # The server was idle: 20 us in the queue, which could be hours as seconds.
     agent["gen_ai.latency.time_in_queue"] = 20_000
-    table = tables_of(_stock(_stock(traces, 7), 8, **agent))
+    table = yield _stock(_stock(traces, 7), 8, **agent)
     plain, of_agent = table("requests").sort("request_id").iter_rows(named=True)
     times = ["ttft_us", "e2e_us", "prefill_us", "decode_us", "inference_us", "itl_us"]
     assert [of_agent[t] for t in times] == pytest.approx([plain[t] for t in times])

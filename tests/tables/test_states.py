@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from together import together
+
 QUEUED = ("QUEUED", 1000, 0)
 SCHEDULED = ("SCHEDULED", 2000, 1, {"phase": "PREFILL"})
 FIRST_TOKEN = ("FIRST_TOKEN", 9000, 1, {"phase": "DECODE"})
@@ -66,13 +68,15 @@ def test_the_finish_status_is_the_state(tables_of, traces, status, state):
         ({"ARRIVED": 0, "DEPARTED": 900}, None),
     ],
 )
-def test_without_a_core_the_api_span_tells_what_it_can(tables_of, traces, times, state):
-    assert tables_of(traces.api(1, times))("requests")["state"].item() == state
+@together
+def test_without_a_core_the_api_span_tells_what_it_can(traces, times, state):
+    assert (yield traces.api(1, times))("requests")["state"].item() == state
 
 
 @pytest.mark.slow
-def test_rates_are_those_of_the_formulas(tables_of, traces):
-    row = tables_of(traces.request(1, 0, step=1, output=5))("requests").row(0, named=True)
+@together
+def test_rates_are_those_of_the_formulas(traces):
+    row = (yield traces.request(1, 0, step=1, output=5))("requests").row(0, named=True)
     # QUEUED at 1,000 us, SCHEDULED at 1,200, FIRST_TOKEN 10,000 later, 5 tokens, the last one at 51,200.
     expected = {
         "time_in_queue_us": 1_200,
@@ -85,7 +89,8 @@ def test_rates_are_those_of_the_formulas(tables_of, traces):
 
 
 @pytest.mark.slow
-def test_a_request_of_one_token_has_no_time_between_tokens(tables_of, traces):
+@together
+def test_a_request_of_one_token_has_no_time_between_tokens(traces):
     trace = traces.request(1, 0, step=1, output=1, tokens_at=(11_200, 11_200))
-    row = tables_of(trace)("requests").row(0, named=True)
+    row = (yield trace)("requests").row(0, named=True)
     assert [row[name] for name in ("itl_us", "tpot_us", "itl_p99_us")] == [None, None, None]

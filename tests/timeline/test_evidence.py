@@ -7,6 +7,7 @@ import json
 import polars as pl
 import pytest
 
+from together import together
 from tracefit.tables import schema
 from tracefit.timeline.engines import step_axis
 
@@ -278,13 +279,14 @@ def test_shared_blocks_are_unknown_where_fewer_are_in_use(engine_tables, story):
     assert [used[step][0] for step in (2, 3, 5, 10, 11)] == [8, 8, 1, 0, None]
 
 
-def test_a_derived_value_that_cannot_be_is_left_out_and_counted(tables_of, traces):
+@together
+def test_a_derived_value_that_cannot_be_is_left_out_and_counted(traces):
     """A request puts out five tokens of three: in its last steps it would have -1 left."""
     traces.request(1, 0, step=1)
     core = traces.events("journey.FIRST_TOKEN") + traces.events("journey.SCHEDULED")
     for event in core:
         event["attributes"].append({"key": "decode.max_tokens", "value": {"intValue": "3"}})
-    table = tables_of(traces)
+    table = yield traces
     remaining = dict(table("timeline").select("step_id", "remaining_after").rows())
     assert [remaining[step] for step in (1, 2, 3, 4, 5)] == [2, 1, 0, None, 0]
     rule = {"timeline.remaining_after is out of range": 1}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import numpy as np
 import polars as pl
 import pytest
@@ -15,8 +17,12 @@ from tracefit.synth import SynthOptions, synth
 from tracefit.tables import schema
 from tracefit.timeline import EngineLimits, build_timeline, events_of, is_logged, log_clock, place_on_log
 
-RUN = synth(SynthOptions(requests=300, rate_per_s=8.0, seed=5))
 LIMITS = EngineLimits(max_num_batched_tokens=8192, max_num_seqs=256)
+
+
+@cache
+def busy_run():
+    return synth(SynthOptions(requests=300, rate_per_s=8.0, seed=5))
 
 
 def logged(run, **form):
@@ -58,11 +64,12 @@ def right_steps(placed, run):
     ids=["microseconds", "seconds", "front end late"],
 )
 def test_requests_get_the_steps_that_they_were_in(fine, delay_us):
-    clock = log_clock(logged(RUN, fine=fine))
-    requests = in_unix(stock_requests(RUN, delay_us=delay_us))
+    run = busy_run()
+    clock = log_clock(logged(run, fine=fine))
+    requests = in_unix(stock_requests(run, delay_us=delay_us))
     placed = place_on_log(requests, clock, LIMITS)
     assert placed is not None
-    assert right_steps(placed, RUN) > 0.99
+    assert right_steps(placed, run) > 0.99
     assert placed.requests["first_token_step"].count() >= 0.97 * requests.height
 
     steps = clock.steps.with_columns(cycle_us=pl.when(~is_logged()).then("cycle_us"))
@@ -76,7 +83,7 @@ def test_requests_get_the_steps_that_they_were_in(fine, delay_us):
         known_starts=placed.starts,
     )
     # Contexts are the truth of the generator.
-    computing = computing_steps(RUN)
+    computing = computing_steps(run)
     truth = computing.with_columns(step_id=pl.int_range(pl.len(), dtype=pl.Int64)).select(
         "step_id", true="context_tokens"
     )
@@ -164,4 +171,4 @@ def test_stamps_before_the_first_line_match_no_request():
 @pytest.mark.slow
 def test_spans_of_another_server_match_no_line():
     other = synth(SynthOptions(requests=300, rate_per_s=8.0, seed=6))
-    assert place_on_log(in_unix(stock_requests(other)), log_clock(logged(RUN)), LIMITS) is None
+    assert place_on_log(in_unix(stock_requests(other)), log_clock(logged(busy_run())), LIMITS) is None

@@ -5,6 +5,8 @@ from __future__ import annotations
 import polars as pl
 import pytest
 
+from together import together
+
 CORE = "cmpl-1-0-00000000"
 DONE = {"finish.status": "length", "decode.done_tokens": 4}
 
@@ -28,8 +30,9 @@ def _preempted(trace):
 
 
 @pytest.mark.slow
-def test_a_request_is_not_in_the_steps_of_its_preemption(tables_of, traces):
-    row = tables_of(_steps(_preempted(traces), range(1, 8)))("requests").row(0, named=True)
+@together
+def test_a_request_is_not_in_the_steps_of_its_preemption(traces):
+    row = (yield _steps(_preempted(traces), range(1, 8)))("requests").row(0, named=True)
     assert (row["steps"], row["steps_timed"]) == (4, 1.0)
     assert row["scheduler_us"] == 100 + 200 + 500 + 600
     # Steps 1 and 2 from 10,000 to the start of step 3; steps 5 and 6 from 50,000 to FINISHED.
@@ -38,17 +41,19 @@ def test_a_request_is_not_in_the_steps_of_its_preemption(tables_of, traces):
     assert row["model_forward_us"] is None
 
 
-def test_unsampled_steps_count_as_the_mean_of_the_others(tables_of, traces):
-    row = tables_of(_steps(_preempted(traces), (1, 3, 5, 7)))("requests").row(0, named=True)
+@together
+def test_unsampled_steps_count_as_the_mean_of_the_others(traces):
+    row = (yield _steps(_preempted(traces), (1, 3, 5, 7)))("requests").row(0, named=True)
     assert (row["steps"], row["steps_timed"], row["scheduler_us"]) == (4, 0.5, (100 + 500) * 4 / 2)
     assert row["model_execute_us"] == 39_500 - 1_200
 
 
 @pytest.mark.slow
-def test_durations_of_whole_steps_are_no_time_of_scheduling(tables_of, traces):
+@together
+def test_durations_of_whole_steps_are_no_time_of_scheduling(traces):
     """Four steps of 10,000 us are longer than the 39,500 us until FINISHED: a value below zero would be a reject."""
     events = [traces.summary(k, 10_000 * k, duration_us=10_000) for k in range(1, 8)]
-    table = tables_of(_preempted(traces).steps(*events))
+    table = yield _preempted(traces).steps(*events)
     row = table("requests").row(0, named=True)
     assert (row["steps"], row["steps_timed"]) == (4, 1.0)
     assert [row[c] for c in ("scheduler_us", "model_execute_us", "execute_ratio")] == [None] * 3
@@ -56,21 +61,24 @@ def test_durations_of_whole_steps_are_no_time_of_scheduling(tables_of, traces):
 
 
 @pytest.mark.slow
-def test_without_recorded_steps_times_are_null(tables_of, traces):
-    row = tables_of(_preempted(traces))("requests").row(0, named=True)
+@together
+def test_without_recorded_steps_times_are_null(traces):
+    row = (yield _preempted(traces))("requests").row(0, named=True)
     assert row["steps"] == 4, "the journey tells so much"
     assert [row[c] for c in ("scheduler_us", "model_execute_us", "execute_ratio")] == [None] * 3
 
 
-def test_a_request_in_flight_has_no_times_of_its_steps(tables_of, traces):
+@together
+def test_a_request_in_flight_has_no_times_of_its_steps(traces):
     trace = traces.api(1, {"ARRIVED": 8_000}).core(1, [("QUEUED", 9_000, 0), ("SCHEDULED", 10_050, 1)])
-    row = tables_of(_steps(trace, range(1, 8)))("requests").row(0, named=True)
+    row = (yield _steps(trace, range(1, 8)))("requests").row(0, named=True)
     assert [row[c] for c in ("steps", "scheduler_us", "model_execute_us")] == [None] * 3
 
 
 @pytest.mark.slow
-def test_scheduling_ahead_executes_a_step_later(tables_of, traces):
-    table = tables_of(traces.load(lag=1, noise=0.0))
+@together
+def test_scheduling_ahead_executes_a_step_later(traces):
+    table = yield traces.load(lag=1, noise=0.0)
     starts = table("steps").select("step_id", "ts_start_ns")
     rows = table("requests").filter(pl.col("model_execute_us").is_not_null())
     begun = rows.join(
@@ -96,11 +104,13 @@ def _tokens(trace, shown):
 
 
 @pytest.mark.slow
-def test_the_99th_percentile_is_of_the_times_between_all_tokens(tables_of, traces):
-    table = tables_of(_tokens(traces, [(2, 1), (3, 2), (4, 3)]))
+@together
+def test_the_99th_percentile_is_of_the_times_between_all_tokens(traces):
+    table = yield _tokens(traces, [(2, 1), (3, 2), (4, 3)])
     # Tokens at 19,900 (FIRST_TOKEN), 30,000 and 40,000 (steps that count them), 49,000 (FINISHED): 10,100, 10,000, 9,000.
     assert table("requests")["itl_p99_us"].item() == pytest.approx(10_000 + 0.98 * 100)
 
 
-def test_itl_is_null_where_a_token_has_no_snapshot(tables_of, traces):
-    assert tables_of(_tokens(traces, [(2, 1), (4, 3)]))("requests")["itl_p99_us"].item() is None
+@together
+def test_itl_is_null_where_a_token_has_no_snapshot(traces):
+    assert (yield _tokens(traces, [(2, 1), (4, 3)]))("requests")["itl_p99_us"].item() is None

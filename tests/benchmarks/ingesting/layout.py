@@ -101,7 +101,7 @@ class Layout:
     seed: int  # what it was drawn from
     spelling: str  # a name in `SPELLINGS`
     has_api_prefix: bool  # whether API events are called `api.ARRIVED` or `ARRIVED`
-    clock: str  # core events carry seconds and `ns`, seconds and `zero` nanoseconds, or `seconds` alone
+    clock: str  # core events carry seconds and `ns`, seconds and `zero` nanoseconds, or only `seconds`
     prompt_share: float  # share of snapshots with `request.effective_prompt_len`
     keeps_order: bool  # whether attributes stand in the emitter's order, unknown ones behind
     # Unknown attributes per kind of event, and per `resource`, `scope` and name of a span.
