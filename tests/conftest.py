@@ -78,21 +78,33 @@ def pytest_configure(config: pytest.Config) -> None:
         settings.load_profile("quick" if quick else "full")
 
 
-@pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> Any:
+CASES = pytest.StashKey[dict[tuple[str, str], int]]()
+"""How many cases of a test have been collected, by kind of mark and test."""
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
     """Mark all but every n-th case of a test as slow where it is marked `mostly_slow(every=n)`; likewise those of a campaign.
 
-    A wrapper, to come before that of pytest-randomly: of shuffled cases other ones would be quick each time.
+    Cases are collected in their order; later pytest-randomly shuffles them, and other ones would be quick each time.
     """
+    cases = item.config.stash.setdefault(CASES, {})
     for mark in ("slow", "campaign"):
-        cases: dict[str, int] = {}
-        for item in items:
-            if marker := item.get_closest_marker(f"mostly_{mark}"):
-                test = item.nodeid.partition("[")[0]
-                cases[test] = cases.get(test, -1) + 1
-                if cases[test] % marker.kwargs["every"]:
-                    item.add_marker(mark)
-    return (yield)
+        if marker := item.get_closest_marker(f"mostly_{mark}"):
+            test = (mark, item.nodeid.partition("[")[0])
+            cases[test] = cases.get(test, -1) + 1
+            if cases[test] % marker.kwargs["every"]:
+                item.add_marker(mark)
+
+
+def pytest_collection(session: pytest.Session) -> None:
+    """Collect without the collector of garbage: all that is made stays until the end."""
+    gc.disable()
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Let the collector look at what tests make, and never again at what the collection made."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)

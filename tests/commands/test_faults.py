@@ -114,7 +114,7 @@ ODD = [
         "a LoRA adapter of org/base, not a model,",
     ),
 ]
-"""What is changed in the configuration of a model, and what is said of it then."""
+"""Changes of the configuration of a model, and the warning of each."""
 
 LACKING = ("hidden_size", "num_hidden_layers", "num_attention_heads")
 
@@ -281,8 +281,10 @@ def _parts_by_file(tables):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("damage", [_cut, _flip_a_bit, _exchange, Path.unlink])
-@pytest.mark.parametrize("kind", ["spans", "steps"])
+@pytest.mark.parametrize(
+    ("damage", "kind"),
+    [(_cut, "spans"), (_flip_a_bit, "steps"), (_exchange, "spans"), (Path.unlink, "steps")],
+)
 def test_a_damaged_staged_part_is_repaired_from_its_source(tmp_path, kept, damage, kind):
     folder, tables, add = kept
     before = _parts_by_file(tables)

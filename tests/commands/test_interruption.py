@@ -22,7 +22,7 @@ from tracefit.options import ServerOptions
 from tracefit.progress import NullProgress
 from tracefit.tables.store import TableStore
 
-MOMENTS = int(os.environ.get("KILLED", "5"))
+MOMENTS = int(os.environ.get("KILLED", "3"))
 """How many times an ingest is killed; `make fuzz` kills it more often."""
 
 FORKING = """

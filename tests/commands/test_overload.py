@@ -34,6 +34,7 @@ def trained_on(tmp_path, new_traces, quick):
 REASON = "20.0 % of requests failed or were given up"
 
 
+@pytest.mark.slow
 def test_it_is_flagged_and_kept_out_of_the_fit(tmp_path, trained_on):
     deployment, report = trained_on(["fine", "given_up"])
     assert deployment["overloaded"] == [

@@ -80,7 +80,7 @@ def _same(found, expected):
             assert_frame_equal(found[name], frame, check_row_order=name != "spans")
 
 
-@pytest.mark.mostly_slow(every=3)
+@pytest.mark.mostly_slow(every=6)
 @pytest.mark.parametrize("form", ["instrumented", "stock", "sglang"])
 @pytest.mark.parametrize("container", wrapped.TRACES)
 def test_spans_in_any_container_give_the_tables_of_the_plain_file(tables, runs, plain, container, form):
@@ -91,7 +91,7 @@ def _plain(records):
     return "".join(wrapped.compact(each) + "\n" for each in records).encode()
 
 
-@pytest.mark.mostly_slow(every=3)
+@pytest.mark.mostly_slow(every=6)
 @pytest.mark.parametrize("lines", wrapped.LINES)
 @pytest.mark.parametrize("inner", ["plain", "jaeger", "console"])
 def test_containers_nest(tables, runs, plain, lines, inner):

@@ -230,7 +230,7 @@ def test_false_lengths_are_skipped_in_linear_time(otlp, grows_linearly, shape, u
 
         return read
 
-    grows_linearly(prepare, 20_000)
+    grows_linearly(prepare, 8_000)
 
 
 def test_guesses_are_bounded(otlp):

@@ -12,7 +12,7 @@ from synth.test_fpm import FEATURES, LAW, TRUTH
 from tracefit.synth import SynthOptions, synth, write_run
 
 
-@pytest.fixture(scope="module", params=["log", pytest.param("log_seconds", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=["log", "log_seconds"])
 def made(request, tmp_path_factory):
     """Return the form, the truth and the result folder of a logged run whose coefficients are known."""
     folder = tmp_path_factory.mktemp("logged")
@@ -46,6 +46,7 @@ def test_every_step_with_tokens_has_a_line_with_its_time(made):
         assert (timed["cycle_us"] / timed["cycle_us_true"] - 1).abs().median() < 0.03
 
 
+@pytest.mark.slow
 def test_planted_coefficients_are_recovered(made):
     form, _, out = made
     (model,) = json.loads((out / "models/beta.json").read_text())["models"]

@@ -125,6 +125,7 @@ def test_no_step_is_made_up_where_spans_of_steps_are_not_there(read, run):
     assert read(run).read("steps").height == 0
 
 
+@pytest.mark.slow
 def test_step_times_of_sglangs_spans_are_fitted(tmp_path):
     options = TrainOptions(features="batch", fast=True)
     result = run_all(FIXTURES / "sglang-level3-tp2", tmp_path / "out", options=options)
