@@ -30,7 +30,7 @@ setup: $(READY) ## create .venv from the lock file
 run: $(READY) ## the main job on the real runs in fixtures/runs/: tables, coefficients, evaluation, report in out/
 	$(BIN)/tracefit run fixtures/runs --out $(OUT)
 
-test: $(READY) ## set up and run the quick tests: two and a half minutes on two cores
+test: $(READY) ## set up and run the quick tests: two minutes on two cores
 	$(PYTEST)
 
 # Here polars has its own threads: an order of rows that holds with one thread alone is found.
