@@ -12,7 +12,7 @@ from tracefit.tables.schema import TABLES
 @pytest.fixture
 def fleet(tmp_path, new_traces):
     """Return a folder of five runs; the first has about half of the bytes."""
-    sizes = {"a": (240, 60), "b": (40, 12), "c": (40, 12), "d": (60, 12), "e": (60, 12)}
+    sizes = {"a": (120, 30), "b": (20, 6), "c": (20, 6), "d": (30, 6), "e": (30, 6)}
     for name, (steps, requests) in sizes.items():
         new_traces().load(steps=steps, requests=requests).write(tmp_path / "runs" / name)
     return tmp_path / "runs"

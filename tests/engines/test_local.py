@@ -113,7 +113,7 @@ def test_ready_runs_are_shared_out_to_all_workers(tmp_path, fleet):
 @pytest.mark.parametrize(("workers", "last"), [(1, [6, 6]), (2, [3, 4, 3, 1, 1])])
 def test_small_runs_fill_jobs_as_long_as_the_others_have_work(tmp_path, new_traces, workers, last):
     for number in range(24):
-        new_traces().load(steps=80, requests=24).write(tmp_path / "runs" / f"run-{number:02}")
+        new_traces().load(steps=40, requests=12).write(tmp_path / "runs" / f"run-{number:02}")
     size = (tmp_path / "runs" / "run-00" / "traces.json").stat().st_size
     options = replace(EVERY_BYTE, block_bytes=2 * size)
     engine = _recorded(tmp_path / "runs", tmp_path / "tables", options, workers=workers)
@@ -146,7 +146,7 @@ def test_all_workers_build_a_run_that_would_end_after_the_others(
 @pytest.mark.slow
 def test_of_equal_runs_one_worker_each_builds_all_but_the_last(tmp_path, new_traces, small_pieces):
     for run in "abc":
-        new_traces().load(steps=80, requests=24).write(tmp_path / "runs" / run)
+        new_traces().load(steps=40, requests=12).write(tmp_path / "runs" / run)
     builds = _builds(_recorded(tmp_path / "runs", tmp_path / "tables", small_pieces, workers=2))
     assert builds == [(["a"], False), (["b"], False), (["c"], True)]
 
@@ -159,7 +159,7 @@ def test_one_worker_shares_nothing(tmp_path, fleet):
 @pytest.mark.slow
 @pytest.mark.parametrize("ended_last_first", [False, True])
 def test_parts_of_the_last_large_run_are_jobs(tmp_path, new_traces, bytes_of, small_pieces, ended_last_first):
-    new_traces().load(steps=240, requests=60).write(tmp_path / "run")
+    new_traces().load(steps=120, requests=30).write(tmp_path / "run")
     ingest([tmp_path / "run"], tmp_path / "one", workers=1, options=small_pieces)
     how = {"workers": 2, "ended_last_first": ended_last_first}
     engine = _recorded(tmp_path / "run", tmp_path / "two", small_pieces, **how)
