@@ -253,7 +253,7 @@ def compare(
     run: RunOption = None,
     **options: Any,
 ) -> object:
-    """Compare two coefficient files, or check one on new traces.
+    """Compare two coefficient files, check one on new traces, or put predictions beside points of a benchmark.
 
     A drift check exits with 0 if the file is still good, and with 1 if it has drifted or the new traces cannot tell.
 
