@@ -157,6 +157,18 @@ def test_an_sglang_file_of_several_runs_has_a_benchmark_for_each(tmp_path):
     assert found.spans["trace_id"].str.head(8).n_unique() == 2
 
 
+@pytest.mark.parametrize("form", [clients.sglang_bench, clients.vllm_bench_before_start_times])
+def test_results_that_a_tool_has_laid_out_are_those_in_lines(form, tmp_path):
+    plans = clients.planned(10), clients.planned(25)
+    lines = decoded(b"".join(form(plan).rstrip() + b"\n" for plan in plans), tmp_path)
+    texts = [json.loads(form(plan)) | {"request_rate": "inf"} for plan in plans]
+    one, several = (decoded(json.dumps(each, indent=2).encode(), tmp_path) for each in (texts[0], texts))
+    ids = ["trace_id", "span_id"]
+    assert [len(found.rejects) for found in (lines, one, several)] == [0, 0, 0]
+    assert several.spans[ids].equals(lines.spans[ids])
+    assert one.spans[ids].equals(lines.spans[ids][:10])
+
+
 def test_requests_without_streaming_have_their_end(tmp_path):
     plan = clients.planned(10)
     found = decoded(clients.inference_perf_0_5(plan, streams=False), tmp_path)

@@ -120,6 +120,7 @@ def test_a_latency_without_a_unit_is_refused_by_name(content, tmp_path):
         ("1,-3,100,20,10,1000", "no point (ttft_ms is out of range)"),
         ("1,20,100", "no point (3 fields below 6 names)"),
         ("1,,100,20,,", "no point (no latency)"),
+        ("1,20,-1,20,10,210", "no point (isl is out of range)"),
         # 20 ms and 99 times 10 ms are 1 s.
         (
             "1,20,100,100,10,1.01",
@@ -132,6 +133,10 @@ def test_a_bad_row_costs_itself(row, fault, tmp_path):
     points, rejects = read(f"{head}{row}\n2,20,100,20,10,210\n", tmp_path)
     assert [p["concurrency"] for p in points] == [2]
     assert rejects == [fault]
+
+
+def test_a_table_without_rows_is_a_reject(tmp_path):
+    assert read("concurrency,ttft_ms\n", tmp_path) == ([], ["no point (a table without rows)"])
 
 
 def test_two_columns_of_one_kind_are_refused_unless_they_agree(tmp_path):

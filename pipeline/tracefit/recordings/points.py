@@ -83,6 +83,7 @@ def _first_row(head: bytes) -> dict[str, Any] | None:
 def _csv_parts(payload: bytes) -> PointParts:
     line, delimiter = _header(payload)
     names: list[str] = []
+    rows = 0
     for item in records(payload, "lines"):
         if not names and item.payload.strip() != line.strip():
             continue
@@ -96,14 +97,14 @@ def _csv_parts(payload: bytes) -> PointParts:
         if not names:
             names = _checked_names(fields)
         elif len(fields) != len(names):
-            yield (
-                item.offset,
-                item.payload,
-                partial(_refuse, f"{len(fields)} fields below {len(names)} names"),
-            )
+            rows += 1
+            fault = f"{len(fields)} fields below {len(names)} names"
+            yield item.offset, item.payload, partial(_refuse, fault)
         elif fields != names:  # tables may stand one behind another
-            row = dict(zip(names, fields, strict=True))
-            yield item.offset, item.payload, partial(_points_in, row)
+            rows += 1
+            yield item.offset, item.payload, partial(_points_in, dict(zip(names, fields, strict=True)))
+    if not rows:
+        yield 0, payload, partial(_refuse, "a table without rows")
 
 
 def _checked_names(names: list[str]) -> list[str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from contextlib import suppress
 from functools import partial
 from itertools import chain
 from statistics import fmean, median
@@ -17,13 +18,15 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from tracefit.inputs.framing import records
+from tracefit.inputs.framing import BOM, records
+from tracefit.inputs.rejects import is_json
 from tracefit.recordings.blocks import MOST_S, UNREADABLE
 from tracefit.recordings.clients.base import (
     ClientRow,
     Seconds,
     client_row,
     number_of,
+    raw_items,
     refuse,
     require_unit,
     tokens_since,
@@ -93,11 +96,11 @@ def requests_of_lists(payload: bytes, ended_s: Callable[[Any], float | None]) ->
         payload: Lines, each a benchmark.
         ended_s: Returns the end of a benchmark on the wall clock from its `date`.
     """
-    for number, line in enumerate(records(payload, "lines")):
+    for number, (offset, record) in enumerate(_benchmarks(payload)):
         try:
-            bench = _bench_of(line.payload)
+            bench = _bench_of(record)
         except UNREADABLE as error:
-            yield line.offset, line.payload, partial(refuse, error)
+            yield offset, record, partial(refuse, error)
             continue
         if bench is None:
             continue
@@ -106,13 +109,24 @@ def requests_of_lists(payload: bytes, ended_s: Callable[[Any], float | None]) ->
         starts = bench.start_times or _starts(bench)
         read = partial(_bench_request, benchmark=number, ended_s=ended_s(bench.date))
         for values in zip(starts, ttfts, itls, inputs, outputs, errors, strict=True):
-            yield line.offset, b"[%b]" % b",".join(map(bytes, values)), read
+            yield offset, b"[%b]" % b",".join(map(bytes, values)), read
 
 
 def points_of_lists(payload: bytes, program: str, known: Collection[str], written_by: str) -> PointParts:
     """Yield the summary of each benchmark."""
-    for line in records(payload, "lines"):
-        yield line.offset, line.payload, partial(_summary, program, known, written_by)
+    for offset, record in _benchmarks(payload):
+        yield offset, record, partial(_summary, program, known, written_by)
+
+
+def _benchmarks(payload: bytes) -> Iterator[tuple[int, bytes]]:
+    """Yield offset and text of each benchmark: a line, or, where a tool has laid them out, an object or the items of a list."""
+    lines = [(line.offset, line.payload) for line in records(payload, "lines")]
+    whole = payload.removeprefix(BOM).strip()
+    if whole.startswith(b"[") or (len(lines) > 1 and not is_json(lines[0][1])):
+        with suppress(*UNREADABLE):
+            items = raw_items(whole) if whole.startswith(b"[") else [from_json(whole, msgspec.Raw)]
+            lines = [(0, bytes(item)) for item in items]
+    yield from lines
 
 
 def _summary(program: str, known: Collection[str], written_by: str, record: bytes) -> Iterable[Point]:
