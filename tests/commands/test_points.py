@@ -55,6 +55,36 @@ def test_requests_without_arrivals_say_so(tmp_path):
     assert requests["client_ttft_us"].count() == 40
 
 
+def traced(folder):
+    """Write a run of an unmodified vLLM, whose resource names only the service."""
+    keys = {"gen_ai.request.id": {"stringValue": "cmpl-1"}, "gen_ai.latency.e2e": {"doubleValue": 0.5}}
+    span = {
+        "traceId": "1" * 32,
+        "spanId": "2" * 16,
+        "name": "llm_request",
+        "startTimeUnixNano": "1790000005000000000",
+        "endTimeUnixNano": "1790000005500000000",
+        "attributes": [{"key": key, "value": value} for key, value in keys.items()],
+    }
+    resource = {"attributes": [{"key": "service.name", "value": {"stringValue": "engine"}}]}
+    scopes = [{"scope": {"name": "vllm.tracing.otel"}, "spans": [span]}]
+    folder.mkdir(parents=True)
+    document = {"resourceSpans": [{"resource": resource, "scopeSpans": scopes}]}
+    (folder / "traces.json").write_text(json.dumps(document) + "\n")
+    return folder
+
+
+def test_points_beside_traces_change_no_request(points, tmp_path):
+    alone, beside = (traced(tmp_path / name / "run") for name in ("alone", "beside"))
+    (beside / "points.csv").write_bytes(points("4,,100,20,20.5,7.5,1,x").read_bytes())
+    for folder in (alone, beside):
+        tracefit.ingest(folder, folder.parent / "tables")
+    without, stores = (TableStore(folder.parent / "tables") for folder in (alone, beside))
+    assert stores.read("requests").equals(without.read("requests"))
+    assert stores.read("requests")["server"].to_list() == ["engine"]
+    assert stores.read("points").height == 1
+
+
 def predictions(point):
     return {each.name: each.predicted_us for each in point.latencies}
 

@@ -337,8 +337,8 @@ EVENT_SCOPES = _distinct(s.scope for s in SPELLINGS if s.dialect in _WITH_EVENTS
 REQUEST_RULES = tuple(s for s in SPELLINGS if s.table == "requests" and s.dialect in WITHOUT_EVENTS)
 """How requests are read from such spans."""
 
-FRONT_SCOPES = _distinct(s.scope for s in SPELLINGS if s.span == FRONT_SPAN)
-"""Scopes of the process in front of the engine core."""
+FRONT_SCOPES = (*_distinct(s.scope for s in SPELLINGS if s.span == FRONT_SPAN), POINT_SCOPE)
+"""Scopes of the processes in front of the engine core: the API's, and the client's."""
 
 
 def is_known() -> pl.Expr:
