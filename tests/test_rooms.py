@@ -301,6 +301,7 @@ TOUCH_FILES = {
     "commands/inspect.py",
     "commands/predict.py",
     "commands/receive.py",
+    "commands/compare_points.py",
     "commands/scheduler.py",
     "console.py",
     "consumers/aisimulate.py",

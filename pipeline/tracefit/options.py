@@ -295,7 +295,9 @@ FirstArgument = Annotated[str | Path, OptionFlag(_MODELS, "first", positional=Tr
 SecondArgument = Annotated[
     str | Path,
     OptionFlag(
-        "Another such file or folder; or tables of new runs, for a drift check.", "second", positional=True
+        "Another such file or folder; tables of new runs, for a drift check; or points of a benchmark, to put predictions beside them.",
+        "second",
+        positional=True,
     ),
 ]
 VerifiedArgument = Annotated[str | Path, OptionFlag(_MODELS, "file", positional=True)]

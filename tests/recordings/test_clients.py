@@ -19,6 +19,7 @@ from tracefit.recordings import RECORDINGS
 from tracefit.tables import schema
 from tracefit.tables.arrivals import OTHER_RUN
 from tracefit.tables.client_times import with_asked_lengths, with_client_times
+from tracefit.tables.dialects import NOT_SENT_S, POINT_SCOPE
 from tracefit.tables.store import TableStore
 
 FIXTURES = Path(__file__).parents[2] / "fixtures/clients"
@@ -31,7 +32,8 @@ def decoded(content: bytes, tmp_path, **options):
     found = inspect_file(TraceFile.local(path))
     assert found.recording is not None
     block = Block("log", found.shape, found.encoding, 0, None, len(content), content)
-    return decoded_block(RECORDINGS[found.recording.name].decode, block, content, **options)
+    whole = decoded_block(RECORDINGS[found.recording.name].decode, block, content, **options)
+    return whole._replace(spans=whole.spans.filter(pl.col("scope") != POINT_SCOPE))
 
 
 def latencies(spans):
@@ -39,10 +41,13 @@ def latencies(spans):
     return spans.select(pl.col(key).cast(pl.Float64).alias(name) for name, key in names.items())
 
 
-@pytest.mark.parametrize("name", clients.FORMS)
+WRITERS = clients.FORMS | clients.OTHER_VERSIONS
+
+
+@pytest.mark.parametrize("name", WRITERS)
 def test_a_client_s_times_are_those_of_the_plan(name, tmp_path):
-    plan = clients.planned()
-    found = decoded(clients.FORMS[name](plan), tmp_path)
+    plan = clients.planned(30 if name.endswith("yaml") else 120)
+    found = decoded(WRITERS[name](plan), tmp_path)
     assert not found.rejects
     measured = latencies(found.spans)
     for row, request in zip(measured.iter_rows(named=True), plan, strict=True):
@@ -55,9 +60,9 @@ def test_a_client_s_times_are_those_of_the_plan(name, tmp_path):
     assert sent == pytest.approx([r.sent_s - plan[0].sent_s for r in plan], abs=1e-6)
 
 
-@pytest.mark.parametrize("name", [name for name in clients.FORMS if name != "guidellm.json"])
+@pytest.mark.parametrize("name", [name for name in WRITERS if not name.startswith("guidellm")])
 def test_tokens_that_come_together_are_a_step(name, tmp_path):
-    steps = decoded(clients.FORMS[name](clients.planned()), tmp_path).steps
+    steps = decoded(WRITERS[name](clients.planned()), tmp_path).steps
     inner = steps.slice(1, steps.height - 2)
     running = inner["num_prefill_reqs"] + inner["num_decode_reqs"]
     law_us = 15_000 + 500 * running + 20 * inner["prefill_tokens"]
@@ -114,6 +119,84 @@ def test_an_older_inference_perf_has_lengths_and_times_beside_each_other(tmp_pat
     assert older.spans.select(pl.col(lengths).count()).row(0) == (120, 120)
     assert older.steps.equals(newer.steps)
     assert older.steps.height
+
+
+@pytest.mark.parametrize("name", clients.NOT_SENT)
+def test_a_client_that_does_not_say_when_it_sent_has_latencies_and_no_steps(name, tmp_path):
+    plan = clients.planned(40)
+    found = decoded(clients.NOT_SENT[name](plan), tmp_path)
+    assert not found.rejects
+    assert not found.steps.height
+    measured = latencies(found.spans)
+    assert measured["ttft"].to_list() == pytest.approx([r.token_s[0] - r.sent_s for r in plan], abs=1e-6)
+    assert measured["e2e"].to_list() == pytest.approx([r.token_s[-1] - r.sent_s for r in plan], abs=1e-6)
+    itl = [(r.token_s[-1] - r.token_s[0]) / (r.output - 1) for r in plan]
+    assert measured["itl"].to_list() == pytest.approx(itl, abs=1e-6)
+    assert found.spans["gen_ai.usage.prompt_tokens"].cast(pl.Int64).to_list() == [r.prompt for r in plan]
+
+
+@pytest.mark.parametrize("form", [clients.sglang_bench, clients.vllm_bench_before_start_times])
+def test_requests_that_are_sent_when_others_end_are_placed_by_that(form, tmp_path):
+    plan = clients.planned_in_turn(60, slots=4)
+    lasts = max(r.token_s[-1] for r in plan)
+    options = {"max_concurrency": 4, "duration": lasts, "request_rate": "inf"}
+    found = decoded(form(plan, **options), tmp_path)
+    starts = found.spans["start_unix_ns"]
+    assert ((starts - starts[0]).to_numpy() / 1e9) == pytest.approx([r.sent_s for r in plan], abs=1e-6)
+    assert found.steps["cycle_us"].count() > 50
+    # The same requests at a rate: nothing says when they were sent.
+    assert not decoded(form(plan, **options | {"request_rate": 5.0}), tmp_path).steps.height
+    # They do not fill the time that the benchmark took.
+    assert not decoded(form(plan, **options | {"duration": 2 * lasts}), tmp_path).steps.height
+
+
+def test_an_sglang_file_of_several_runs_has_a_benchmark_for_each(tmp_path):
+    plans = clients.planned(10), clients.planned(25)
+    found = decoded(b"".join(map(clients.sglang_bench, plans)), tmp_path)
+    assert (found.spans.height, len(found.rejects)) == (35, 0)
+    assert found.spans["trace_id"].str.head(8).n_unique() == 2
+
+
+@pytest.mark.parametrize("form", [clients.sglang_bench, clients.vllm_bench_before_start_times])
+def test_results_that_a_tool_has_laid_out_are_those_in_lines(form, tmp_path):
+    plans = clients.planned(10), clients.planned(25)
+    lines = decoded(b"".join(form(plan).rstrip() + b"\n" for plan in plans), tmp_path)
+    texts = [json.loads(form(plan)) | {"request_rate": "inf"} for plan in plans]
+    one, several = (decoded(json.dumps(each, indent=2).encode(), tmp_path) for each in (texts[0], texts))
+    ids = ["trace_id", "span_id"]
+    assert [len(found.rejects) for found in (lines, one, several)] == [0, 0, 0]
+    assert several.spans[ids].equals(lines.spans[ids])
+    assert one.spans[ids].equals(lines.spans[ids][:10])
+
+
+def test_requests_without_streaming_have_their_end(tmp_path):
+    plan = clients.planned(10)
+    found = decoded(clients.inference_perf_0_5(plan, streams=False), tmp_path)
+    measured = latencies(found.spans)
+    assert measured["e2e"].to_list() == pytest.approx([r.token_s[-1] - r.sent_s for r in plan], abs=1e-6)
+    assert measured.select(pl.col("ttft", "itl").count()).row(0) == (0, 0)
+
+
+def test_a_sample_of_a_report_s_requests_is_no_load(tmp_path):
+    report = json.loads(clients.guidellm_before_0_4(clients.planned(20)))
+    report["benchmarks"][0]["request_totals"]["successful"] = 1_000
+    found = decoded(json.dumps(report).encode(), tmp_path)
+    assert found.spans["start_unix_ns"].unique().to_list() == [int(NOT_SENT_S * 1e9)]
+    assert latencies(found.spans)["ttft"].count() == 20
+
+
+def test_a_warm_up_is_load_and_no_result(tmp_path):
+    plan = clients.planned(20)
+    lines = [json.loads(line) for line in clients.aiperf(plan).splitlines()]
+    for n, line in enumerate(lines):
+        line["metadata"]["benchmark_phase"] = "warmup" if n < 5 else "profiling"
+    found = decoded("\n".join(map(json.dumps, lines)).encode(), tmp_path)
+    assert latencies(found.spans)["ttft"].is_null().to_list() == [True] * 5 + [False] * 15
+    assert found.steps["prefill_tokens"].sum() == sum(r.prompt for r in plan)
+    report = json.loads(clients.guidellm(plan))
+    report["benchmarks"][0]["scheduler_metrics"] = {"measure_start_time": clients.UNIX_S + plan[5].sent_s}
+    found = decoded(json.dumps(report).encode(), tmp_path)
+    assert latencies(found.spans)["e2e"].is_null().to_list() == [True] * 5 + [False] * 15
 
 
 @pytest.mark.slow
@@ -252,9 +335,7 @@ def test_a_benchmark_whose_summary_has_another_unit_is_a_reject(factors, fault, 
         ]
     found = decoded(bench_with(plan, **summary), tmp_path)
     assert not found.spans.height
-    assert [r.reason for r in found.rejects] == [
-        f"no request of `vllm bench serve --save-detailed` ({fault})"
-    ]
+    assert [r.reason for r in found.rejects] == [f"no request of `vllm bench serve` ({fault})"]
 
 
 def in_ms(content, *keys):
@@ -312,7 +393,7 @@ def test_benchmarks_of_one_file_are_on_one_clock(tmp_path):
 def test_lists_of_different_lengths_are_a_reject(tmp_path):
     content = clients.vllm_bench(clients.planned(3)).replace(b'"ttfts": [', b'"ttfts": [0.1, ')
     assert [r.reason for r in decoded(content, tmp_path).rejects] == [
-        "no request of `vllm bench serve --save-detailed` (lists of different lengths)"
+        "no request of `vllm bench serve` (lists of different lengths)"
     ]
 
 

@@ -261,7 +261,7 @@ def _sections(doc: str) -> str:
 
 def recordings_page() -> str:
     """Describe what files hold besides spans, as each format declares itself."""
-    rows = [(one.title, one.fills, one.units, one.clock) for one in RECORDINGS.values()]
+    rows = [(one.title, one.versions, one.fills, one.units, one.clock) for one in RECORDINGS.values()]
     intro = "tracefit also reads recordings that are not spans. It recognises them by content, under any name, compressed or not."
     sources = [
         (
@@ -275,7 +275,12 @@ def recordings_page() -> str:
         if one is not DURATION
     ]
     intro_of_sources = "The time of a step, `cycle_us` of `steps` and `timeline`, says in `cycle_source` where it comes from:"
-    parts = ["# Recordings", GENERATED, intro, table(("recording", "fills", "units", "its clock"), rows)]
+    parts = [
+        "# Recordings",
+        GENERATED,
+        intro,
+        table(("recording", "versions read", "fills", "units", "its clock"), rows),
+    ]
     held = {"traces": "spans", "logs": "lines", "all": "anything below, spans, and every recording"}
     containers = [
         (one.title, held[one.holds], one.version, f"`{one.name}` in `tests/wrapped.py`", f"<{one.source}>")

@@ -148,8 +148,9 @@ def parts(tmp_path_factory, trained, new_traces):
     (folder / "kv_events.jsonl").write_text(
         '[1700000002.5,[["AllBlocksCleared"],["BlockRemoved",[7]]],0,1]\n'
     )
+    (folder / "points.csv").write_text("concurrency,ttft_ms\n1,20\n")
     ingest([folder], root / "tables")
-    few = ("request_snapshots", "rejects", "kv_events")
+    few = ("request_snapshots", "rejects", "kv_events", "points")
     many = {p.parts[-3]: p for p in (trained / "tables").rglob("*.parquet") if p.parts[-3] not in few}
     return many | {name: next((root / "tables" / name).rglob("*.parquet")) for name in few}
 

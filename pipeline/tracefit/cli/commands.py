@@ -253,9 +253,9 @@ def compare(
     run: RunOption = None,
     **options: Any,
 ) -> object:
-    """Compare two coefficient files, or check one on new traces.
+    """Compare two coefficient files, or check one on new measurements.
 
-    A drift check exits with 0 if the file is still good, and with 1 if it has drifted or the new traces cannot tell.
+    Points of a benchmark stand beside the predictions of their loads; some that are not compared exit with 3. A drift check exits with 0 if the file is still good, and with 1 if it has drifted or the new traces cannot tell.
 
     Example: `tracefit compare models/ new-tables/`
     """

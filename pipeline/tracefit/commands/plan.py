@@ -316,6 +316,19 @@ def _fleet(
     return fleet, found, (*notes, *more)
 
 
+def server_of(folder: str | Path, deployment: DeploymentModels) -> tuple[Fleet, tuple[str, ...]]:
+    """Return a server of a deployment without requests of its own, and notes on its settings.
+
+    Raises:
+        UsageError: Models are not valid.
+        DataError: The model of step times is missing.
+    """
+    fleet, _, notes = _fleet(_store(folder), deployment, LoadOptions(prompt=1, output=1), {})
+    _ = fleet.times  # a model that cannot be replayed fails here
+    # Notes on the lengths of this request say nothing.
+    return fleet, tuple(note for note in notes if "tokens of" not in note)
+
+
 class Rates(NamedTuple):
     """One server over the rate: some rates up to its capacity, and what it can carry."""
 

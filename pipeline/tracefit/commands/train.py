@@ -409,7 +409,10 @@ def _nothing_fitted(deployments: list[FittedDeployment], where: str) -> DataErro
     """Return why there is not a single model; null where there is one."""
     if any(s.models for s in deployments):
         return None
-    reasons = dict.fromkeys(f"{m.name}: {m.reason}" for s in deployments for m in s.missing)
+    by_reason: dict[str, dict[str, None]] = {}
+    for m in (m for s in deployments for m in s.missing):
+        by_reason.setdefault(m.reason, {})[m.name] = None
+    reasons = [f"{', '.join(names)}: {reason}" for reason, names in by_reason.items()]
     remedies = dict.fromkeys(m.remedy for s in deployments for m in s.missing if m.remedy)
     what = f"nothing can be fitted: {'; '.join(reasons)}"
     return DataError(what, where=where, hint="; ".join(remedies) or None)

@@ -22,6 +22,7 @@ from tracefit.tables import dialects, schema
 from tracefit.tables.build import TracedRun, UnlikeRunsError, build_tables
 from tracefit.tables.client_times import TEXT_COUNT, UNMATCHED, with_asked_lengths, with_client_times
 from tracefit.tables.dialects import CLIENT
+from tracefit.tables.points import has_points, points_of
 from tracefit.tables.runs import COMPLETE_SHARE, with_implausible
 from tracefit.tables.sources import SOURCES, is_by_client
 from tracefit.tables.staging import read_staged
@@ -184,6 +185,7 @@ def _build(tasks: Sequence[RunTask], folder: Path, spread: Spread) -> dict[str, 
         measured = writer.scan("requests").select(client).collect().to_series()
         for run_id in measured:
             writer.replace([run_id], _with_clients(writer.of([run_id]).read))
+        writer.replace(run_ids, {"points": points_of(writer.scan("spans").filter(has_points()).collect())})
         # After the tables of the traces: KV events are matched with their steps and requests.
         with_kv = [task for task in tasks if task.kv]
         if len(with_kv) < len(tasks):

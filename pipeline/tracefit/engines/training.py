@@ -21,6 +21,7 @@ from tracefit.fit.load import REQUEST_COLUMNS, STEP_COLUMNS, overload_of
 from tracefit.recordings.kv_columns import with_kv_cache, with_prefix_hits
 from tracefit.server.context import context_from_json
 from tracefit.tables.dialects import STOCK
+from tracefit.tables.points import points_stated
 from tracefit.tables.runs import step_counters
 from tracefit.tables.schema import ENGINE, SERVER
 from tracefit.timeline import (
@@ -127,8 +128,17 @@ def frames_of(store: TableStore, run_id: str) -> RunFrames:
         lags={key: lags.get(key, 0) for key in runs.select(SERVER).iter_rows()},
         requeue_waits=requeue_waits(journeys),
         unknown_batches=unknown,
+        requests_written_by=_written_by(store, runs),
     )
     return RunFrames(tables, overload)
+
+
+def _written_by(store: TableStore, runs: pl.DataFrame) -> tuple[str, ...]:
+    """Return how the programs of a run's points write single requests."""
+    if not points_stated(runs):
+        return ()
+    written = store.read("points", list(runs["run_id"].unique()), ["requests_written_by"])
+    return tuple(written["requests_written_by"].drop_nulls().unique().sort())
 
 
 def _requests_of(
@@ -181,6 +191,7 @@ def deployment_tables(parts: Sequence[DeploymentTables]) -> DeploymentTables:
         lags={key: lag for part in parts for key, lag in part.lags.items()},
         requeue_waits=_concat([part.requeue_waits for part in parts]),
         unknown_batches=tuple(dict.fromkeys(text for part in parts for text in part.unknown_batches)),
+        requests_written_by=tuple(dict.fromkeys(text for part in parts for text in part.requests_written_by)),
     )
 
 

@@ -184,6 +184,8 @@ def _missing(tables: DeploymentTables, target: Target) -> Missing | None:
     """Return why no request has a value of a target; null where one has."""
     requests = tables.requests
     remedy = journey_remedy(stock=tables.is_stock, after_last_token=target.adds_to == "client")
+    if missing := tables.missing_of_points(target.model):
+        return missing
     if not requests.height:
         return Missing(target.model, "the traces hold no journeys", remedy)
     if requests[target.column].count():
@@ -194,8 +196,8 @@ def _missing(tables: DeploymentTables, target: Target) -> Missing | None:
     if disorder:
         reason = f"no request has both events in order ({target.definition}); {disorder}"
         return Missing(target.model, reason, remedy)
-    missing = tables.missing_attributes(r"journey\..*|api\..*")
-    reason = "; ".join((f"no request has both events ({target.definition})", *missing))
+    without = tables.missing_attributes(r"journey\..*|api\..*")
+    reason = "; ".join((f"no request has both events ({target.definition})", *without))
     return Missing(target.model, reason, f"vLLM {INSTRUMENTED_VERSION} writes them with {JOURNEY_FLAGS}")
 
 

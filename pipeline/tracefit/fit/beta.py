@@ -136,6 +136,8 @@ def fit_step_times(
 ) -> tuple[StepTimeSource, FittedModel | Missing]:
     """Fit the step times of a deployment; return their source, and the model or why it is missing."""
     cover, target, context = duration_cover(tables.timeline), options.step_target, deployment.context
+    if missing := tables.missing_of_points(target.model):
+        return cover, missing
     unknown = "; ".join(tables.unknown_batches)
     if not tables.timeline.height and unknown:
         return cover, Missing(target.model, "the batches of the steps are not known", unknown)

@@ -15,12 +15,15 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import polars as pl
 
+from tracefit.fit.results import Missing
 from tracefit.models.columns import held, summed
 from tracefit.models.schema import ALWAYS, Term
 from tracefit.models.targets import CYCLE_TIME, DURATION, StepTarget
 from tracefit.models.validation import NO_INTERVAL
 from tracefit.server.settings import without_attribute
+from tracefit.tables.points import points_stated
 from tracefit.tables.runs import are_stock
+from tracefit.text import in_words
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -29,7 +32,6 @@ if TYPE_CHECKING:
     from tracefit.fit.estimators import Penalty, Positive
     from tracefit.fit.results import (
         ComposedLatencies,
-        Missing,
         Overload,
         PenaltyChoice,
         StepTimeSource,
@@ -157,6 +159,21 @@ class DeploymentTables:
     """run_id, server, events, disagreeing: engine core events compared with the starts of their steps."""
     unknown_batches: tuple[str, ...] = ()
     """Why no step is known of servers that write a span per request and no events; see `timeline.unknown_batches`."""
+    requests_written_by: tuple[str, ...] = ()
+    """How the programs of its points of a benchmark write single requests."""
+
+    @property
+    def only_points(self) -> bool:
+        """Whether it has points of a benchmark and nothing else."""
+        return self.runs.height > 0 and points_stated(self.runs, only=True)
+
+    def missing_of_points(self, name: str) -> Missing | None:
+        """Return why a model is missing of a deployment that has only points of a benchmark; null for another one."""
+        if not self.only_points:
+            return None
+        writers = f", as {in_words(self.requests_written_by)} writes them" if self.requests_written_by else ""
+        remedy = f"record single requests{writers}, or compare these points with the predictions of a fitted deployment"
+        return Missing(name, "points of a benchmark give no model of steps, nor of a request", remedy)
 
     @property
     def is_stock(self) -> bool:

@@ -75,6 +75,7 @@ class Recording:
         file_name: The beginning of the names of its files, where names count.
         stamped: Parts of lines whose time counts: the one that a container gives such a line is put before it.
         lacks: The values that its requests never have, of those that `tables.unread` counts.
+        versions: The versions of the program that write it, as far as they were read.
     """
 
     name: str
@@ -93,6 +94,7 @@ class Recording:
     asked: str = ""
     file_name: str = ""
     stamped: tuple[bytes, ...] = ()
+    versions: str = ""
 
 
 RECORDINGS: dict[str, Recording] = {}

@@ -144,6 +144,11 @@ class Rejects:
         taken, self._listed = self._listed, []
         return taken
 
+    @property
+    def offsets(self) -> frozenset[int]:
+        """Where the listed ones begin in the decompressed file."""
+        return frozenset(reject.source_offset for reject in self._listed)
+
     def excerpt(self, payload: bytes) -> str:
         """Return the outline of a record, or its beginning if the user asks for values."""
         return excerpt(payload, self._encoding, show_values=self._show_values)

@@ -46,6 +46,16 @@ UNREAD = {
         "spans as a console or debug exporter prints them for people",
         "use the exporter otlp, or the Collector's file exporter",
     ),
+    "sums_of_guidellm": UnreadKind(
+        re.compile(rb"^(?:\xef\xbb\xbf)?(?:Type,Run Id,Id,Name,Start Time,|Runtime Info,Runtime Info,)"),
+        "GuideLLM's CSV, which has sums and no request",
+        "write its report as JSON too: --output-path report.json, or --output kind=json",
+    ),
+    "sums_of_profile": UnreadKind(
+        re.compile(rb"^(?:\xef\xbb\xbf)?Metric,(?:avg|min|max|p\d+)(?:,|\r?\n)"),
+        "a profile's CSV, which has sums and no request",
+        "give the JSON files beside it, profile_export*.json and .jsonl",
+    ),
     "prometheus": UnreadKind(
         re.compile(rb"(?:^|\n)# (?:HELP|TYPE) [a-zA-Z_:][a-zA-Z0-9_:]* "),
         "Prometheus text, which has sums over requests and no single one",

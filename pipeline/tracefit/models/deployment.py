@@ -153,6 +153,11 @@ class DeploymentModels:
         compiled = self.compiled(model)
         return "queue" in compiled.formulas.used(term.feature for term in terms_of(model))
 
+    @property
+    def gpu(self) -> str | None:
+        """The GPU of the server; null if the files do not state it."""
+        return next((facts.gpu for facts in self._facts if facts.gpu), None)
+
     def setting(self, name: str) -> object:
         """Return any setting of the server as the files have it."""
         return next((facts.settings.get(name) for facts in self._facts), None)

@@ -612,24 +612,9 @@ def verify_text(result: models.VerifyResult) -> str:
 
 def compare_text(result: models.CompareResult) -> str:
     """Return the differences of two files, or whether an old one is still good."""
-    lines: list[str] = []
-    for one in result.models:
-        lines += [f"{one.model}  {one.deployment_id}"]
-        if all((c.first, c.first_ci95) == (c.second, c.second_ci95) for c in one.changes):
-            lines += ["  the same coefficients in both files", ""]
-            continue
-        for c in one.changes:
-            values = (_interval(c.first, c.first_ci95), _interval(c.second, c.second_ci95))
-            lines += [f"  {c.part}: {c.term}, {c.unit}", f"    {values[0]} -> {values[1]}{_apart(c.apart)}"]
-        lines += [
-            _wrapped(
-                f"  {s.part}: predictions move by {number(s.mean_us)} us on average ({number(s.low_us)} to "
-                f"{number(s.high_us)}; the first file predicts {number(s.first_us)} us) over the range both were trained on",
-                "    ",
-            )
-            for s in one.shifts
-        ]
-        lines.append("")
+    lines = [line for one in result.models for line in _changed_lines(one)]
+    if result.points:
+        lines += [*_point_lines(result.points), ""]
     if result.verdict is not None:
         for deployment_id in dict.fromkeys(d.deployment_id for d in result.drift):
             drifts = [d for d in result.drift if d.deployment_id == deployment_id]
@@ -655,6 +640,51 @@ def compare_text(result: models.CompareResult) -> str:
         if (more := len(result.reasons) - _MOST_REASONS) > 0:
             lines += [f"  and {plural(more, 'more reason')}"]
     return "\n".join([*lines, *(_wrapped(f"note: {text}", "  ") for text in result.notes)])
+
+
+def _changed_lines(one: models.ModelComparison) -> list[str]:
+    """Return the differences of a model that both files have."""
+    lines = [f"{one.model}  {one.deployment_id}"]
+    if all((c.first, c.first_ci95) == (c.second, c.second_ci95) for c in one.changes):
+        return [*lines, "  the same coefficients in both files", ""]
+    for c in one.changes:
+        values = (_interval(c.first, c.first_ci95), _interval(c.second, c.second_ci95))
+        lines += [f"  {c.part}: {c.term}, {c.unit}", f"    {values[0]} -> {values[1]}{_apart(c.apart)}"]
+    lines += [
+        _wrapped(
+            f"  {s.part}: predictions move by {number(s.mean_us)} us on average ({number(s.low_us)} to "
+            f"{number(s.high_us)}; the first file predicts {number(s.first_us)} us) over the range both were trained on",
+            "    ",
+        )
+        for s in one.shifts
+    ]
+    return [*lines, ""]
+
+
+_POINT_HEAD = ("point", "load", "prompt", "output", "ms", "measured", "predicted", "error %")
+
+
+def _point_lines(points: Sequence[models.ComparedPoint]) -> Iterator[str]:
+    """Yield the points of a benchmark with predictions, and those that are not compared with the reason."""
+    rows = []
+    for point in points:
+        load = (
+            f"{number(point.concurrency)} at a time"
+            if point.rate_per_s is None
+            else f"{number(point.rate_per_s)}/s"
+        )
+        facts = (count(point.number), load, number(point.prompt_tokens), number(point.output_tokens))
+        for n, each in enumerate(point.latencies):
+            name = each.name.replace("_", " ").replace("ttft", "TTFT").replace("tpot", "TPOT")
+            name = name.replace("itl", "ITL").replace("e2e", "E2E")
+            values = (each.measured_us / 1e3, each.predicted_us / 1e3, each.error_pct)
+            rows.append((*(facts if n == 0 else ("",) * len(facts)), name, *map(number, values)))
+    yield columns(_POINT_HEAD, rows)
+    yield from (
+        _wrapped(f"point {point.number} ({point.file}) is not compared: {point.reason}", "  ")
+        for point in points
+        if point.reason
+    )
 
 
 _DRIFT_HEAD = ("median error %", "in the file", "now", "limit", "bias % now", "rows", "outside", "verdict")

@@ -337,12 +337,57 @@ class LatencyDrift:
 
 
 @dataclass(frozen=True, slots=True)
+class ComparedLatency:
+    """A latency of a point of a benchmark beside its prediction.
+
+    Attributes:
+        name: Such as ttft_mean or tpot_p99.
+        measured_us: As the load generator measured it.
+        predicted_us: The same latency of a replay of the load.
+        error_pct: Predicted minus measured, in percent of the measured one.
+    """
+
+    name: str
+    measured_us: float
+    predicted_us: float
+    error_pct: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class ComparedPoint:
+    """A point of a benchmark beside the prediction of its load.
+
+    Attributes:
+        number: Its number among the points, from 1.
+        program: The program that wrote it, or table.
+        file: The name of its file.
+        concurrency: Requests at a time; null if they come at a rate.
+        rate_per_s: Requests per second; null if each is sent when another one ends.
+        prompt_tokens: Mean prompt.
+        output_tokens: Mean output.
+        latencies: Measured and predicted.
+        reason: Why it is not compared; null if it is.
+    """
+
+    number: int
+    program: str
+    file: str
+    concurrency: float | None
+    rate_per_s: float | None
+    prompt_tokens: float | None
+    output_tokens: float | None
+    latencies: tuple[ComparedLatency, ...] = ()
+    reason: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class CompareResult(Shown):
-    """Differences of two files, or the drift of one.
+    """Differences of two files, the drift of one, or predictions beside the points of a benchmark.
 
     Attributes:
         first: The first file or folder.
-        second: The second, or the tables.
+        second: The second, the tables, or the points.
+        points: Points of a benchmark with the predictions of their loads, if the second is points.
         models: Models that both files have.
         drift: Every model on the new traces, if the second is tables.
         latencies: Latencies that users see in the new runs, beside replays of these runs, if the second is tables.
@@ -360,10 +405,13 @@ class CompareResult(Shown):
     verdict: DriftVerdict | None = None
     reasons: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    points: tuple[ComparedPoint, ...] = ()
 
     @property
     def exit_code(self) -> int:
-        """0, or 1 if the old file has drifted or the new traces do not decide."""
+        """0; 1 if the old file has drifted or the new traces do not decide; 3 if some points are not compared."""
+        if any(point.reason for point in self.points):
+            return EXIT_QUARANTINE
         # An undecided check must not count as passed.
         return EXIT_NOTHING if self.verdict in ("drifted", "unknown") else EXIT_DONE
 

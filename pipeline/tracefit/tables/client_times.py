@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import polars as pl
 
 from tracefit.tables.arrivals import pairs_by_arrival
-from tracefit.tables.dialects import CLIENT
+from tracefit.tables.dialects import CLIENT, NOT_SENT_S
 from tracefit.tables.units import power_of, unit_fault
 
 if TYPE_CHECKING:
@@ -23,8 +23,8 @@ BENCHMARK_DIGITS = 8
 
 TIMES = ("client_ttft_us", "client_itl_us", "client_e2e_us")
 _SERVER_ID = r"^(?:chat)?cmpl-|-[0-9]{1,2}$"
-_MIN_LATENCIES = 2
-"""Fewest requests without lengths that make a log of latencies: a single one is the last request of a client."""
+_NOT_SENT = f"{int(NOT_SENT_S * 1e9):016x}"
+"""The end of the trace id of a request whose file does not say when it was sent: that of its start."""
 
 _BY_ID_SHARE = 0.5
 """If at least this share of a benchmark's requests match by id, the ids are the server's, and the others match none."""
@@ -37,6 +37,7 @@ UNMATCHED = "client requests that match no span"
 NO_ID = "no span has their id"
 FAILED = "failed at the client"
 NO_LENGTH = "no length to match by"
+NO_ARRIVAL = "the client does not say when they were sent"
 
 _NEAR, _MIN_NEAR = 0.05, 0.9
 """If at least this share of the requests have output lengths this close to the median, all were sent with one length."""
@@ -127,7 +128,9 @@ def with_client_times(requests: pl.DataFrame) -> tuple[pl.DataFrame, dict[str, i
         .then(pl.lit(NO_ID))
         .when(~times)
         .then(pl.lit(FAILED))
-        .when(~(several & pl.col("arrival_ns").is_not_null()).fill_null(value=False))
+        .when(pl.col("arrival_ns").is_null())
+        .then(pl.lit(NO_ARRIVAL))
+        .when(~several.fill_null(value=False))
         .then(pl.lit(NO_LENGTH))
     )
     columns = ["row", "arrival_ns", "output_tokens"]
@@ -184,12 +187,9 @@ def _unit_faults(matched: pl.DataFrame) -> Iterator[str]:
 def _with_latencies(requests: pl.DataFrame) -> pl.DataFrame:
     """Return requests with the latencies that another file of the same client has; latencies without a request get no arrival."""
     is_client = pl.col("dialect") == CLIENT
-    # A log of latencies has no lengths, and one arrival for all of its requests, after every other (`NOT_SENT_S`).
-    has_lengths = pl.any_horizontal(pl.col("prompt_tokens", "output_tokens").is_not_null())
-    is_latest = pl.col("arrival_ns") == pl.col("arrival_ns").filter(is_client).max()
-    is_sent = ~(is_client & ~has_lengths & is_latest.fill_null(value=False))
+    is_sent = ~(is_client & pl.col("trace_id").str.ends_with(_NOT_SENT).fill_null(value=False))
     rest = requests.filter(~is_sent)
-    if rest.height < _MIN_LATENCIES:
+    if not rest.height:
         return requests
     # Several recorded benchmarks repeat ids, which then identify no request.
     measured = rest.select("request_id", *TIMES).unique("request_id", keep="none")

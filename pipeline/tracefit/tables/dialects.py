@@ -240,6 +240,8 @@ _CLIENT_FACTS = {
 _CLIENT_LATENCIES = {f"client_{name}_us": f"client.latency.{name}" for name in ("ttft", "itl", "e2e")}
 CLIENT_KEYS = _CLIENT_FACTS | _CLIENT_LATENCIES
 """Column to attribute; latencies are in seconds."""
+POINT_SCOPE, POINT_KEY = "summary of a load generator", "point"
+"""Scope of the spans that stand for points of a benchmark, and their attribute: a row of `points` as JSON."""
 
 
 def _phase(span: str, column: str, take: Take) -> Spelling:
@@ -321,7 +323,7 @@ def _distinct(values: Iterable[str | None]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(filter(None, values)))
 
 
-READ_SCOPES = _distinct(s.scope for s in SPELLINGS)
+READ_SCOPES = (*_distinct(s.scope for s in SPELLINGS), POINT_SCOPE)
 PHASE_SPANS = _distinct(s.span for s in SPELLINGS if s.scope is None)
 """Spans that are identified by name, in any scope that begins with `vllm`."""
 
@@ -335,8 +337,8 @@ EVENT_SCOPES = _distinct(s.scope for s in SPELLINGS if s.dialect in _WITH_EVENTS
 REQUEST_RULES = tuple(s for s in SPELLINGS if s.table == "requests" and s.dialect in WITHOUT_EVENTS)
 """How requests are read from such spans."""
 
-FRONT_SCOPES = _distinct(s.scope for s in SPELLINGS if s.span == FRONT_SPAN)
-"""Scopes of the process in front of the engine core."""
+FRONT_SCOPES = (*_distinct(s.scope for s in SPELLINGS if s.span == FRONT_SPAN), POINT_SCOPE)
+"""Scopes of the processes in front of the engine core: the API's, and the client's."""
 
 
 def is_known() -> pl.Expr:
@@ -352,6 +354,8 @@ def dialect_of(scope: str | None, span: str | None = None) -> str | None:
         scope: Instrumentation scope.
         span: Name of the span, for dialects that share a scope.
     """
+    if scope == POINT_SCOPE:
+        return POINT_KEY
     if span in PHASE_SPANS and (scope or "").startswith("vllm"):
         return next(s.dialect for s in SPELLINGS if s.scope is None and s.span == span)
     return next((s.dialect for s in SPELLINGS if s.scope == scope and scope), None)

@@ -720,6 +720,79 @@ TIMELINE = TableSchema(
     clears_values=True,
 )
 
+_POINT_STATISTICS = {
+    "mean": "mean",
+    "p50": "median",
+    "p90": "90th percentile",
+    "p95": "95th percentile",
+    "p99": "99th percentile",
+}
+_POINT_LATENCIES = {
+    "ttft": "time from send to first token",
+    "tpot": "(last token - first token) / (output tokens - 1) of a request",
+    "itl": "time between two tokens, over the tokens of all requests",
+    "e2e": "time from send to last token",
+}
+
+POINTS = TableSchema(
+    "points",
+    "one row per point of a benchmark: a load, and what a load generator measured of all its requests together",
+    ("run_id", "source_file", "source_offset", "point"),
+    (
+        *_RUN,
+        _n("point", "number of the point in its record"),
+        _s("program", "what wrote it: a load generator, or table"),
+        _s(
+            "model",
+            "model that it states; the run's is in `runs`, as are the GPU and the settings of its server",
+        ),
+        _s("gpu", "GPU that it states"),
+        _n("tensor_parallel", "GPUs of a tensor-parallel server, as it states"),
+        Column(
+            "float64",
+            "concurrency",
+            "most requests at a time that the load generator keeps; with no rate, it sends one when another one ends",
+            least=0,
+            most=_MOST_COUNT,
+        ),
+        Column(
+            "float64",
+            "rate_per_s",
+            "requests per second that it sends; null if it waits for others to end",
+            "1/s",
+            least=0,
+            most=1e9,
+        ),
+        _n("requests", "requests that succeeded"),
+        _n("failed_requests", "requests that failed"),
+        Column("float64", "prompt_tokens", "mean prompt length", "token", least=0, most=MOST_TOKENS),
+        Column("float64", "output_tokens", "mean output length", "token", least=0, most=MOST_TOKENS),
+        Column("float64", "duration_us", "how long the benchmark took", "us", least=0, most=52 * MOST_US),
+        Column("float64", "requests_per_s", "requests that succeeded per second", "1/s", least=0, most=1e9),
+        Column(
+            "float64",
+            "output_tokens_per_s",
+            "output tokens per second, over all requests",
+            "1/s",
+            least=0,
+            most=1e12,
+        ),
+        *(
+            _duration(f"{latency}_{statistic}_us", f"{words}: {of}")
+            for latency, of in _POINT_LATENCIES.items()
+            for statistic, words in _POINT_STATISTICS.items()
+        ),
+        _json("settings", "settings of the server that it states, by their names"),
+        _json("unread", "columns and keys that are not read"),
+        _s(
+            "requests_written_by",
+            "how its program writes single requests, which give models; null for a table",
+        ),
+        _s("source_file", "file that it was read from"),
+        _i("source_offset", "offset of its record in the decompressed file", "byte"),
+    ),
+)
+
 _TRAINING = (
     _us("y", "measured value of the target"),
     _s("split", "train or holdout, by the start of the interval"),
@@ -787,6 +860,7 @@ TABLES: dict[str, TableSchema] = {
         REQUEST_SNAPSHOTS,
         REQUESTS,
         KV_EVENTS,
+        POINTS,
         TIMELINE,
         ALPHA_TRAINING,
         BETA_TRAINING,

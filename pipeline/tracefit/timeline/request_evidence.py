@@ -177,6 +177,8 @@ def _missing_facts(requests: pl.DataFrame, by_arrival: pl.DataFrame) -> str | No
             f"a sampler kept about {100 * rate:.0f} % of the traces, as their ids show, and the batches contained the other "
             "requests too; trace every request: OTEL_TRACES_SAMPLER=always_on"
         )
+    if by_arrival["arrival_ns"].null_count() > _MAX_LACKING * by_arrival.height:
+        return "a load generator that does not say when it sent the requests does not show the batches"
     if (lacking := 1 - by_arrival["is_usable"].sum() / by_arrival.height) > _MAX_LACKING:
         return f"{100 * lacking:.0f} % of the requests lack times or lengths, and were in the batches too"
     return None

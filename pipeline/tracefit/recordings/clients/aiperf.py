@@ -1,0 +1,211 @@
+"""AIPerf: `profile_export.jsonl`, a line for each request, and the summary `profile_export_aiperf.json`.
+
+Read in aiperf 0.2.0 and 0.13.0 (`aiperf/common/models/record_models.py`, `export_models.py`). genai-perf, which came before it, writes
+the same summary as `profile_export_genai_perf.json` (genai-perf 0.0.8 and 0.0.16, `genai_perf/export_data/json_exporter.py`).
+`--export-level records` writes the requests, which is the default.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
+
+from tracefit.recordings.clients.base import (
+    POINTS,
+    REQUESTS,
+    STEPPED,
+    WALL,
+    ClientRow,
+    client_row,
+    declare_client,
+    each_line,
+    finder,
+    no_parts,
+    number_of,
+    require_unit,
+    tokens_since,
+)
+from tracefit.recordings.point_rows import checked
+from tracefit.recordings.requests import from_json
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from tracefit.inputs.framing import Shape
+    from tracefit.inputs.rejects import Encoding
+    from tracefit.recordings.point_rows import Point, PointParts
+
+_Nanoseconds = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
+_WARM_UP = "warmup"
+
+
+class _AiValue(msgspec.Struct):
+    value: float | list[float]
+    unit: str
+
+
+class _AiMetadata(msgspec.Struct):
+    request_start_ns: _Nanoseconds
+    request_end_ns: _Nanoseconds
+    x_request_id: str | None = None
+    was_cancelled: bool = False
+    benchmark_phase: Any = None
+
+
+class _AiRequest(msgspec.Struct):
+    metadata: _AiMetadata
+    metrics: dict[str, msgspec.Raw]
+    error: Any = None
+
+
+_UNITS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "sec": 1.0, "s": 1.0, "tokens": 1.0}
+
+
+def _aiperf(record: bytes) -> ClientRow:
+    decoded = from_json(record, _AiRequest)
+
+    def value(name: str) -> Any:
+        if name not in decoded.metrics:
+            return None
+        item = msgspec.json.decode(decoded.metrics[name], type=_AiValue)
+        if item.unit not in _UNITS:
+            raise msgspec.ValidationError(f"{name} of an unknown unit")
+        factor = _UNITS[item.unit]
+        return [v * factor for v in item.value] if isinstance(item.value, list) else item.value * factor
+
+    def count(*names: str) -> int | None:
+        number = next((n for n in map(value, names) if isinstance(n, float)), None)
+        return None if number is None else int(number)
+
+    ttft, gaps, latency = value("time_to_first_token"), value("inter_chunk_latency"), value("request_latency")
+    tokens = tokens_since(ttft, gaps or []) if isinstance(ttft, float) else None
+    lasted_ns = decoded.metadata.request_end_ns - decoded.metadata.request_start_ns
+    # Without streaming there are neither; gaps alone are another version's.
+    last_s = tokens[-1] if gaps and tokens else latency if tokens or gaps is None else None
+    if last_s is not None:
+        require_unit("request_latency", last_s, "request_end_ns - request_start_ns", lasted_ns / 1e9)
+    return client_row(
+        decoded.metadata.request_start_ns / 1e9,
+        decoded.metadata.x_request_id,
+        token_s=tokens if gaps is not None else None,
+        first_s=ttft,
+        last_s=last_s,
+        prompt_tokens=count("usage_prompt_tokens", "input_sequence_length"),
+        output_tokens=count("usage_completion_tokens", "output_sequence_length"),
+        error=decoded.error is not None or decoded.metadata.was_cancelled,
+        is_result=decoded.metadata.benchmark_phase != _WARM_UP,
+    )
+
+
+FORMAT = declare_client(
+    "aiperf",
+    "AIPerf's records",
+    finder("document", rb'"request_start_ns"\s*:', rb'"record_processor_id"\s*:'),
+    each_line(_aiperf),
+    versions="aiperf 0.2.0 to 0.13.0",
+    fills=REQUESTS + STEPPED,
+    clock=WALL,
+    units="ms and ns",
+)
+
+# -- its summary, and that of genai-perf --------------------------------------------------------------------
+
+_SUMMED = {
+    "time_to_first_token": "ttft",
+    # (request latency - TTFT) / (output tokens - 1) of each request.
+    "inter_token_latency": "tpot",
+    "request_latency": "e2e",
+}
+_WRITTEN_BY = {
+    "aiperf": "aiperf profile, as profile_export.jsonl",
+    "genai-perf": "genai-perf profile, as profile_export.json",
+}
+
+
+def _metric(report: dict[str, Any], name: str) -> dict[str, Any]:
+    found = report.get(name)
+    return found if isinstance(found, dict) else {}
+
+
+def _summary(payload: bytes) -> Iterable[Point]:
+    report = from_json(payload, dict[str, Any])
+    config = report.get("input_config")
+    program = (
+        "aiperf" if "aiperf_version" in report or b"aiperf" in payload[:_MOST_SEARCHED] else "genai-perf"
+    )
+    point: Point = {
+        "program": program,
+        "requests_written_by": _WRITTEN_BY[program],
+        "settings": {},
+        "unread": [],
+    }
+    for name, latency in _SUMMED.items():
+        metric = _metric(report, name)
+        unit = str(metric.get("unit"))
+        if not metric:
+            continue
+        if unit not in _UNITS:
+            raise msgspec.ValidationError(f"{name} of an unknown unit")
+        for statistic in ("mean", "p50", "p90", "p95", "p99"):
+            if value := number_of(metric.get("avg" if statistic == "mean" else statistic)):
+                point[f"{latency}_{statistic}_us"] = value * _UNITS[unit] * 1e6
+    for name, column in (
+        ("input_sequence_length", "prompt_tokens"),
+        ("output_sequence_length", "output_tokens"),
+        ("request_throughput", "requests_per_s"),
+        ("output_token_throughput", "output_tokens_per_s"),
+    ):
+        point[column] = number_of(_metric(report, name).get("avg")) or None
+    for name, column in (("request_count", "requests"), ("error_request_count", "failed_requests")):
+        point[column] = round(number_of(_metric(report, name).get("avg"))) or None
+    rate = next((n for value in _values_of(config, "request_rate") if (n := number_of(value))), None)
+    slots = next((n for value in _values_of(config, "concurrency") if (n := number_of(value))), None)
+    models = [v for name in ("model_names", "model", "models") for v in _values_of(config, name)]
+    named = next((v for m in models for v in (m if isinstance(m, list) else [m]) if isinstance(v, str)), None)
+    return [checked(point | {"rate_per_s": rate, "concurrency": slots, "model": named})]
+
+
+def _values_of(config: Any, name: str) -> Iterator[Any]:
+    """Yield the values of a key at any depth, the outermost first."""
+    level = [config]
+    while level:
+        objects = [each for each in level if isinstance(each, dict)]
+        yield from (each[name] for each in objects if name in each)
+        level = [v for each in objects for v in each.values()]
+        level += [v for each in level if isinstance(each, list) for v in each]
+
+
+def _summaries(payload: bytes) -> PointParts:
+    yield 0, payload, _summary
+
+
+_MOST_SEARCHED = 1 << 20
+_KEYS = [
+    re.compile(key)
+    for key in (
+        rb'"request_latency"\s*:\s*\{',
+        rb'"unit"\s*:',
+        rb'"avg"\s*:',
+        rb'"input_config"\s*:|"input_sequence_length"\s*:\s*\{',
+    )
+]
+
+
+def _find_summary(head: bytes) -> tuple[Shape, Encoding] | None:
+    is_one = head.lstrip().startswith(b"{") and all(key.search(head) for key in _KEYS)
+    return ("document", "json") if is_one else None
+
+
+SUMMARY = declare_client(
+    "aiperf_summary",
+    "AIPerf's and genai-perf's summary",
+    _find_summary,
+    no_parts,
+    _summaries,
+    versions="aiperf 0.2.0 to 0.13.0, genai-perf 0.0.8 to 0.0.16",
+    fills=POINTS,
+    clock="none",
+    units="as each value states",
+)

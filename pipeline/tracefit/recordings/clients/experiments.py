@@ -1,0 +1,85 @@
+"""Experiments of inference-sim (February 2026): `requests.json`, a document, and `measured.json`, a list of latencies."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from tracefit.recordings.blocks import MOST_S
+from tracefit.recordings.clients.base import (
+    COUNTED,
+    REQUESTS,
+    ClientRow,
+    Seconds,
+    client_row,
+    declare_client,
+    finder,
+    items_of,
+    raw_items,
+)
+from tracefit.recordings.requests import TokenCount, from_json
+from tracefit.tables.dialects import NOT_SENT_S
+from tracefit.tables.unread import LENGTHS, TIMES
+
+
+class _Sent(msgspec.Struct):
+    index: TokenCount
+    arrival_time_us: Annotated[float, msgspec.Meta(ge=0, le=MOST_S * 1e6)]
+    input_tokens: TokenCount
+    output_tokens: TokenCount
+    has_error: bool = False
+
+
+class _Experiment(msgspec.Struct):
+    requests: list[msgspec.Raw]
+
+
+class _Received(msgspec.Struct):
+    index: TokenCount
+    ttft_s: Seconds
+    e2e_s: Seconds
+    has_error: bool = False
+
+
+def _sent(record: bytes) -> ClientRow:
+    sent = msgspec.json.decode(record, type=_Sent)
+    return client_row(
+        sent.arrival_time_us / 1e6,
+        str(sent.index),
+        prompt_tokens=sent.input_tokens,
+        output_tokens=sent.output_tokens,
+        error=sent.has_error,
+    )
+
+
+def _received(record: bytes) -> ClientRow:
+    got = msgspec.json.decode(record, type=_Received)
+    return client_row(NOT_SENT_S, str(got.index), first_s=got.ttft_s, last_s=got.e2e_s, error=got.has_error)
+
+
+def _experiment(payload: bytes) -> list[msgspec.Raw]:
+    return from_json(payload, _Experiment).requests
+
+
+SENT = declare_client(
+    "experiment_requests",
+    "the requests that an experiment of inference-sim sent",
+    finder("document", rb'"requests"\s*:\s*\[', rb'"arrival_time_us"\s*:'),
+    items_of(_experiment, _sent),
+    versions="February 2026",
+    fills=REQUESTS + COUNTED,
+    clock="the client's, which begins at its first request",
+    units="us",
+    lacks=(TIMES,),
+)
+MEASURED = declare_client(
+    "experiment_latencies",
+    "the latencies that an experiment of inference-sim measured",
+    finder("document", rb'^\s*\[\s*\{\s*"index"\s*:', rb'"ttft_s"\s*:'),
+    items_of(raw_items, _received),
+    versions="February 2026",
+    fills=REQUESTS,
+    clock="none, because it has only durations; the file of sent requests has their times",
+    lacks=LENGTHS,
+)

@@ -1,0 +1,290 @@
+"""Results with a list for each value of the requests, as `vllm bench serve` writes them, and SGLang's benchmark, which began as its copy.
+
+A line is a benchmark: its summary and, if asked for, lists of `input_lens`, `output_lens`, `ttfts`, `itls` and `errors`. Newer versions
+of vLLM also list `start_times`. Where they are missing, a client that sent every request as soon as one of `max_concurrency` ended has
+sent each when the earliest of those before it ended; the length of the benchmark shows whether it did. Otherwise requests have
+latencies and no arrivals.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from contextlib import suppress
+from functools import partial
+from itertools import chain
+from statistics import fmean, median
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from tracefit.inputs.framing import BOM, records
+from tracefit.inputs.rejects import is_json
+from tracefit.recordings.blocks import MOST_S, UNREADABLE
+from tracefit.recordings.clients.base import (
+    ClientRow,
+    Seconds,
+    client_row,
+    number_of,
+    raw_items,
+    refuse,
+    require_unit,
+    tokens_since,
+)
+from tracefit.recordings.point_rows import point_of
+from tracefit.recordings.requests import TokenCount, from_json
+from tracefit.tables.dialects import NOT_SENT_S
+from tracefit.tables.units import unit_question
+from tracefit.text import plural
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+
+    from tracefit.recordings.point_rows import Point, PointParts
+    from tracefit.recordings.requests import Parts
+
+_LISTS = ("ttfts", "itls", "input_lens", "output_lens")
+DETAILS = frozenset((*_LISTS, "start_times", "errors", "generated_texts"))
+"""Keys of the lists, which a summary lacks."""
+
+_LASTS_ALIKE = 0.05
+"""A benchmark takes as long as its requests one after another do, within this share, if each is sent when another one ends."""
+
+
+class _Bench(msgspec.Struct):
+    ttfts: list[msgspec.Raw] | None = None
+    itls: list[msgspec.Raw] | None = None
+    input_lens: list[msgspec.Raw] | None = None
+    output_lens: list[msgspec.Raw] | None = None
+    start_times: list[msgspec.Raw] | None = None
+    errors: list[msgspec.Raw] | None = None
+    date: Any = None
+    duration: Any = None
+    mean_ttft_ms: Any = None
+    mean_itl_ms: Any = None
+    request_rate: Any = None
+    request_throughput: Any = None
+    max_concurrency: Any = None
+
+
+class _BenchRequest(msgspec.Struct, array_like=True):
+    start_time: Seconds
+    ttft: Seconds
+    itl: list[Seconds]
+    input_len: TokenCount
+    output_len: TokenCount
+    error: str | None
+
+
+_MOST_COMPARED = 1_000
+"""Requests of a benchmark whose times are compared with its summary."""
+
+_LONGER, _LEAST_LONGER, _LONGER_SHARE = 1.5, 2, 0.02
+"""A request is longer than its benchmark by this factor, so many of them, and such a share: one may be damaged."""
+
+_MOST_CROWD = 3.0
+"""Requests at a time, in ratio to the most that a client sends: a summary may count failed ones apart."""
+
+_LEAST_ODD_GAP_S, _LEAST_GAPS, _SLOW_CROWD = 3.0, 20, 64
+"""A median time between tokens that is longer than a step of any server, of so many; slower ones have fewer requests at a time."""
+
+
+def requests_of_lists(payload: bytes, ended_s: Callable[[Any], float | None]) -> Parts[ClientRow]:
+    """Yield the requests of each benchmark, or the whole benchmark if it cannot be divided; one without lists has none.
+
+    Args:
+        payload: Lines, each a benchmark.
+        ended_s: Returns the end of a benchmark on the wall clock from its `date`.
+    """
+    for number, (offset, record) in enumerate(_benchmarks(payload)):
+        try:
+            bench = _bench_of(record)
+        except UNREADABLE as error:
+            yield offset, record, partial(refuse, error)
+            continue
+        if bench is None:
+            continue
+        ttfts, itls, inputs, outputs = (getattr(bench, name) for name in _LISTS)
+        errors = bench.errors or [msgspec.Raw(b'""')] * len(ttfts)
+        starts = bench.start_times or _starts(bench)
+        read = partial(_bench_request, benchmark=number, ended_s=ended_s(bench.date))
+        for values in zip(starts, ttfts, itls, inputs, outputs, errors, strict=True):
+            yield offset, b"[%b]" % b",".join(map(bytes, values)), read
+
+
+def points_of_lists(payload: bytes, program: str, known: Collection[str], written_by: str) -> PointParts:
+    """Yield the summary of each benchmark."""
+    for offset, record in _benchmarks(payload):
+        yield offset, record, partial(_summary, program, known, written_by)
+
+
+def _benchmarks(payload: bytes) -> Iterator[tuple[int, bytes]]:
+    """Yield offset and text of each benchmark: a line, or, where a tool has laid them out, an object or the items of a list."""
+    lines = [(line.offset, line.payload) for line in records(payload, "lines")]
+    whole = payload.removeprefix(BOM).strip()
+    if whole.startswith(b"[") or (len(lines) > 1 and not is_json(lines[0][1])):
+        with suppress(*UNREADABLE):
+            items = raw_items(whole) if whole.startswith(b"[") else [from_json(whole, msgspec.Raw)]
+            lines = [(0, bytes(item)) for item in items]
+    yield from lines
+
+
+def _summary(program: str, known: Collection[str], written_by: str, record: bytes) -> Iterable[Point]:
+    values = from_json(record, dict[str, msgspec.Raw])
+    summed = {name: msgspec.json.decode(raw) for name, raw in values.items() if name not in DETAILS}
+    if not any(
+        name.endswith(("_ttft_ms", "_tpot_ms", "_itl_ms", "_e2el_ms", "_latency_ms")) for name in summed
+    ):
+        if DETAILS.intersection(values):
+            return []  # cut down to its requests
+        raise msgspec.ValidationError("neither requests nor a summary")
+    count = number_of(summed.get("completed"))
+    for total, mean in (("total_input_tokens", "input_tokens"), ("total_output_tokens", "output_tokens")):
+        if count and (tokens := number_of(summed.get(total))):
+            summed[mean] = tokens / count
+    flat = {name: value for name, value in summed.items() if name not in known}
+    return [point_of(flat, program, unit="s") | {"requests_written_by": written_by}]
+
+
+def _bench_of(record: bytes) -> _Bench | None:
+    """Return a benchmark whose lists fit together and whose times fit its summary; null if it has no lists.
+
+    Raises:
+        msgspec.DecodeError: It is not that of a benchmark, or its times contradict each other.
+    """
+    bench = from_json(record, _Bench)
+    lists = {name: values for name in _LISTS if (values := getattr(bench, name)) is not None}
+    if not lists and bench.start_times is None:
+        return None
+    if missing := [name for name in _LISTS if name not in lists]:
+        raise msgspec.ValidationError(f"Object missing required field `{missing[0]}`")
+    ttfts, itls = lists["ttfts"], lists["itls"]
+    others = (bench.start_times or ttfts, bench.errors or ttfts)
+    if len({len(column) for column in (*lists.values(), *others)}) > 1:
+        raise msgspec.ValidationError("lists of different lengths")
+    every = -(-len(ttfts) // _MOST_COMPARED) or 1
+    starts, first = (_finite(raws[::every]) for raws in (bench.start_times or [], ttfts))
+    gaps_of = [*map(_finite_list, itls[::every])]
+    gaps = [*chain.from_iterable(gaps_of)]
+    for what, seconds, of, other in (
+        ("the mean of ttfts", fmean(first or [0]), "mean_ttft_ms", bench.mean_ttft_ms),
+        ("the mean of itls", fmean(gaps or [0]), "mean_itl_ms", bench.mean_itl_ms),
+    ):
+        require_unit(what, seconds, of, number_of(other) / 1e3)
+    # Requests may all be sent at once, but not for longer than the benchmark lasts.
+    between = max(starts, default=0) - min(starts, default=0)
+    lasts = number_of(bench.duration)
+    require_unit("the range of start_times", max(between, lasts), "duration", lasts)
+    for what, times in (("ttfts", first), ("itls", gaps_of)):
+        fault = _lasting_fault(
+            what, [t if isinstance(t, float) else sum(t) for t in times], bench, len(ttfts)
+        )
+        if fault:
+            raise msgspec.ValidationError(fault)
+    if (
+        len(gaps) >= _LEAST_GAPS
+        and (typical := median(gaps)) >= _LEAST_ODD_GAP_S
+        and _is_crowded(gaps_of, bench, len(ttfts))
+    ):
+        question = unit_question(_least_power(typical / _LEAST_ODD_GAP_S), "s")
+        raise msgspec.ValidationError(f"the median of itls is {typical:,.0f}, longer than a step: {question}")
+    return bench
+
+
+def _lasting_fault(what: str, lasted_s: Sequence[float], bench: _Bench, count: int) -> str | None:
+    """Return the fault of times of requests that are longer than the benchmark, or too long for the requests at a time."""
+    lasts_s = _lasts_s(bench, count)
+    if not (lasts_s and lasted_s):
+        return None
+    longer = sorted(time / lasts_s for time in lasted_s if time > _LONGER * lasts_s)
+    if len(longer) >= min(len(lasted_s), max(_LEAST_LONGER, _LONGER_SHARE * len(lasted_s))):
+        question = unit_question(_least_power(longer[len(longer) // 2]), "s")
+        return (
+            f"{what} of {plural(len(longer), 'request')} add up to more than the benchmark took: {question}"
+        )
+    slots = number_of(bench.max_concurrency)
+    at_once = count * fmean(lasted_s) / lasts_s
+    if slots and at_once > _MOST_CROWD * slots:
+        question = unit_question(_least_power(at_once / slots), "s")
+        return f"{what} add up to more requests at a time than max_concurrency: {question}"
+    return None
+
+
+def _lasts_s(bench: _Bench, count: int) -> float:
+    """Return how long a benchmark took, as its summary says; 0 if it does not."""
+    rate = number_of(bench.request_throughput)
+    return number_of(bench.duration) or (count / rate if rate else 0.0)
+
+
+def _least_power(ratio: float) -> int:
+    """Return the least power of 1,000 by which a time that is `ratio` times the largest possible one can be off."""
+    return max(1, math.ceil(math.log(ratio, 1000) - 1e-3))
+
+
+def _is_crowded(gaps_of: Sequence[Sequence[float]], bench: _Bench, count: int) -> bool:
+    """Return whether more requests decode at a time than slow steps serve; true where the length of the benchmark is not known."""
+    lasts_s = _lasts_s(bench, count)
+    return not lasts_s or count * fmean(map(sum, gaps_of)) / lasts_s > _SLOW_CROWD
+
+
+def _finite(values: Iterable[msgspec.Raw]) -> list[float]:
+    decoded = (msgspec.json.decode(value) for value in values)
+    return [number for value in decoded if (number := number_of(value))]
+
+
+def _finite_list(values: msgspec.Raw) -> list[float]:
+    decoded = msgspec.json.decode(values)
+    return [number for value in decoded if (number := number_of(value))] if isinstance(decoded, list) else []
+
+
+def _bench_request(record: bytes, *, benchmark: int, ended_s: float | None) -> ClientRow:
+    request = msgspec.json.decode(record, type=_BenchRequest)
+    times = tokens_since(request.ttft, request.itl)
+    return client_row(
+        request.start_time,
+        benchmark=benchmark,
+        ended_s=ended_s,
+        token_s=times,
+        first_s=times[0],
+        last_s=times[-1],
+        prompt_tokens=request.input_len,
+        output_tokens=request.output_len,
+        error=bool(request.error),
+    )
+
+
+# -- requests without the times at which they were sent -----------------------------------------------------
+
+
+def _starts(bench: _Bench) -> list[msgspec.Raw]:
+    """Return when each request was sent: as soon as another one ended if the benchmark took as long as that takes, or `NOT_SENT_S`."""
+    lasted = [*_lasted(bench)]
+    sent = _sent_in_turn(lasted, int(number_of(bench.max_concurrency)) or len(lasted))
+    is_endless = not number_of(bench.request_rate)
+    known = number_of(bench.duration)
+    if not (is_endless and known and sent) or None in lasted:
+        return [msgspec.Raw(repr(NOT_SENT_S).encode())] * len(lasted)
+    took = max(start + (time or 0.0) for start, time in zip(sent, lasted, strict=True))
+    if abs(took / known - 1) > _LASTS_ALIKE:
+        return [msgspec.Raw(repr(NOT_SENT_S).encode())] * len(lasted)
+    return [msgspec.Raw(repr(start).encode()) for start in sent]
+
+
+def _lasted(bench: _Bench) -> Iterator[float | None]:
+    """Yield how long each request took; null for one that failed or cannot be read."""
+    errors = bench.errors or [msgspec.Raw(b'""')] * len(bench.ttfts or ())
+    for first, gaps, error in zip(bench.ttfts or (), bench.itls or (), errors, strict=True):
+        values = [msgspec.json.decode(first), *_finite_list(gaps)]
+        is_known = number_of(values[0]) and bytes(error) in (b'""', b"null") and sum(values) < MOST_S
+        yield sum(values) if is_known else None
+
+
+def _sent_in_turn(lasted: Sequence[float | None], slots: int) -> list[float]:
+    """Return when requests are sent if each waits for the earliest of `slots` before it to end."""
+    ends: list[float] = []
+    sent = []
+    for time in lasted:
+        start = heapq.heappop(ends) if len(ends) >= slots else 0.0
+        heapq.heappush(ends, start + (time or 0.0))
+        sent.append(start)
+    return sent

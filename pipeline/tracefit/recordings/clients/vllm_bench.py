@@ -1,0 +1,71 @@
+"""`vllm bench serve`: one document, or with `--append-result` a line for each benchmark.
+
+Read in vLLM 0.32 and 0.33 (`vllm/benchmarks/serve.py`). `--save-result` alone writes a summary, `--save-detailed` the requests too, in
+older versions without `start_times`.
+"""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from tracefit.recordings.clients.base import BOOT, POINTS, REQUESTS, STEPPED, declare_client, finder
+from tracefit.recordings.clients.lists import points_of_lists, requests_of_lists
+
+if TYPE_CHECKING:
+    from tracefit.inputs.framing import Shape
+    from tracefit.inputs.rejects import Encoding
+
+_PROGRAM, _WRITTEN_BY = "vllm bench serve", "vllm bench serve --save-result --save-detailed"
+_KNOWN = frozenset(
+    (
+        *("date", "endpoint_type", "backend", "label", "tokenizer_id", "num_prompts", "burstiness"),
+        *(
+            "total_input_tokens",
+            "total_output_tokens",
+            "total_token_throughput",
+            "request_goodput",
+            "request_goodput:",
+        ),
+        *(
+            "max_output_tokens_per_s",
+            "max_concurrent_requests",
+            "rtfx",
+            "ramp_up_strategy",
+            "ramp_up_start_rps",
+        ),
+        *("ramp_up_end_rps", "goodput_config_dict", "spec_decode", "best_of", "use_beam_search"),
+    )
+)
+"""Keys that are known and not kept."""
+
+_LISTED = finder("document", rb'"input_lens"\s*:\s*\[', rb'"ttfts"\s*:\s*\[|"output_lens"\s*:\s*\[')
+_SUMMED = finder(
+    "document", rb'"request_throughput"\s*:', rb'"(?:mean|median|p99)_ttft_ms"\s*:', rb'"tokenizer_id"\s*:'
+)
+
+
+def _find(head: bytes) -> tuple[Shape, Encoding] | None:
+    return _LISTED(head) or _SUMMED(head)
+
+
+def _ended_s(date: Any) -> float | None:
+    """Return the time at which a benchmark ends, from its date: local time in seconds."""
+    try:
+        return datetime.strptime(str(date), "%Y%m%d-%H%M%S").replace(tzinfo=UTC).timestamp()
+    except ValueError:
+        return None
+
+
+FORMAT = declare_client(
+    "vllm_bench",
+    "`vllm bench serve`",
+    _find,
+    partial(requests_of_lists, ended_s=_ended_s),
+    partial(points_of_lists, program=_PROGRAM, known=_KNOWN, written_by=_WRITTEN_BY),
+    versions="vLLM 0.32, 0.33, and older ones without `start_times`",
+    fills=f"{POINTS}; with `--save-detailed`, {REQUESTS}{STEPPED}",
+    clock=f"{BOOT}; the date at the end of the benchmark, local time in seconds, gives the wall clock; without `start_times`, none, or the "
+    "beginning of the benchmark where each request is sent when another one ends",
+)

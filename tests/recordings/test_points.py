@@ -1,0 +1,330 @@
+"""Points of a benchmark: tables that someone keeps, and the summaries of load generators."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+
+import clients
+from decoding import decoded_block
+from tracefit.inputs.blocks import Block, inspect_file
+from tracefit.inputs.files import TraceFile
+from tracefit.recordings import RECORDINGS
+from tracefit.recordings.point_rows import meaning_of
+from tracefit.tables.dialects import POINT_KEY, POINT_SCOPE
+
+FIXTURES = Path(__file__).parents[2] / "fixtures/clients"
+
+
+def read(content, tmp_path):
+    """Return the points of some content, and the reasons of its rejects."""
+    path = tmp_path / "anything"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    found = inspect_file(TraceFile.local(path))
+    assert found.recording is not None
+    block = Block("log", found.shape, found.encoding, 0, None, path.stat().st_size, path.read_bytes())
+    decoded = decoded_block(RECORDINGS[found.recording.name].decode, block, path.read_bytes())
+    rows = decoded.spans.filter(scope=POINT_SCOPE)
+    texts = [{each["key"]: each["value"] for each in row}[POINT_KEY] for row in rows["attributes"]]
+    return [json.loads(text) for text in texts], [reject.reason for reject in decoded.rejects]
+
+
+# -- tables that someone keeps ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "column", "factor"),
+    [
+        ("ttft_ms", "ttft_mean_us", 1e3),
+        ("mean_ttft_ms", "ttft_mean_us", 1e3),
+        ("P99 TTFT (ms)", "ttft_p99_us", 1e3),
+        ("median_itl_ms", "itl_p50_us", 1e3),
+        ("Time to First Token (s)", "ttft_mean_us", 1e6),
+        ("tpot_us_p90", "tpot_p90_us", 1.0),
+        ("e2e_latency_ns", "e2e_mean_us", 1e-3),
+        ("p95_e2el_ms", "e2e_p95_us", 1e3),
+        ("std_ttft_ms", "", 1e3),
+        ("ttft", "ttft_mean_us", None),
+        ("max_concurrency", "concurrency", 1.0),
+        ("request_rate", "rate_per_s", 1.0),
+        ("ISL", "prompt_tokens", 1.0),
+        ("output_len", "output_tokens", 1.0),
+        ("tp_size", "tensor_parallel", 1.0),
+        ("gpu_name", "gpu", 1.0),
+        ("model_id", "model", 1.0),
+    ],
+)
+def test_a_name_says_what_a_column_is(name, column, factor):
+    assert meaning_of(name) == (column, factor)
+
+
+@pytest.mark.parametrize("name", ["comment", "accept_length", "gpu_util", "date"])
+def test_other_names_say_nothing(name):
+    assert meaning_of(name) is None
+
+
+ROWS = [
+    {"concurrency": 1, "isl": 512, "osl": 128, "ttft_ms": 20.5, "p99_tpot_ms": 7.1, "tp": 2, "note": "a"},
+    {"concurrency": 8, "isl": 512, "osl": 128, "ttft_ms": 35.5, "p99_tpot_ms": 8.2, "tp": 2, "note": "b"},
+]
+
+
+def as_csv(delimiter):
+    lines = [ROWS[0].keys(), *(map(str, row.values()) for row in ROWS)]
+    return "\n".join(delimiter.join(line) for line in lines) + "\n"
+
+
+TABLES = {
+    "comma": as_csv(","),
+    "semicolon": as_csv(";"),
+    "tab, with BOM and CRLF": "\ufeff" + as_csv("\t").replace("\n", "\r\n"),
+    "list": json.dumps(ROWS),
+    "pretty list": json.dumps(ROWS, indent=2),
+    "lines": "\n".join(map(json.dumps, ROWS)),
+    "columns": json.dumps({name: [row[name] for row in ROWS] for name in ROWS[0]}),
+    "pandas": json.dumps({name: {str(n): row[name] for n, row in enumerate(ROWS)} for name in ROWS[0]}),
+    "object": json.dumps({"tp": 2, "points": [{k: v for k, v in row.items() if k != "tp"} for row in ROWS]}),
+}
+
+
+@pytest.mark.parametrize("form", TABLES)
+def test_a_table_is_read_in_any_form(form, tmp_path):
+    points, rejects = read(TABLES[form], tmp_path)
+    assert not rejects
+    assert [(p["concurrency"], p["prompt_tokens"], p["output_tokens"]) for p in points] == [
+        (1, 512, 128),
+        (8, 512, 128),
+    ]
+    assert [p["ttft_mean_us"] for p in points] == pytest.approx([20_500, 35_500])
+    assert [p["tpot_p99_us"] for p in points] == pytest.approx([7_100, 8_200])
+    assert {(p["program"], p["tensor_parallel"], *p["unread"]) for p in points} == {("table", 2, "note")}
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["concurrency,ttft,isl\n1,20,512\n2,30,512\n", '[{"request_rate": 2, "ttft": 20}]'],
+)
+def test_a_latency_without_a_unit_is_refused_by_name(content, tmp_path):
+    points, rejects = read(content, tmp_path)
+    assert not points
+    assert rejects == ["no point (column ttft has no unit: name it ttft_ms or ttft_s)"]
+
+
+@pytest.mark.parametrize(
+    ("row", "fault"),
+    [
+        ("1,x,100,20,10,1000", "no point (ttft_ms is not a number)"),
+        ("1,-3,100,20,10,1000", "no point (ttft_ms is out of range)"),
+        ("1,20,100", "no point (3 fields below 6 names)"),
+        ("1,,100,20,,", "no point (no latency)"),
+        ("1,20,-1,20,10,210", "no point (isl is out of range)"),
+        # 20 ms and 99 times 10 ms are 1 s.
+        (
+            "1,20,100,100,10,1.01",
+            "no point (e2e_mean is about 1/1,000 of ttft and the times of the tokens: is it in s?)",
+        ),
+    ],
+)
+def test_a_bad_row_costs_itself(row, fault, tmp_path):
+    head = "concurrency,ttft_ms,isl,osl,tpot_ms,e2e_ms\n"
+    points, rejects = read(f"{head}{row}\n2,20,100,20,10,210\n", tmp_path)
+    assert [p["concurrency"] for p in points] == [2]
+    assert rejects == [fault]
+
+
+def test_a_table_without_rows_is_a_reject(tmp_path):
+    assert read("concurrency,ttft_ms\n", tmp_path) == ([], ["no point (a table without rows)"])
+
+
+def test_two_columns_of_one_kind_are_refused_unless_they_agree(tmp_path):
+    head = "concurrency,isl,input_len,ttft_ms\n"
+    points, rejects = read(f"{head}1,512,512,20\n2,512,500,20\n", tmp_path)
+    assert [p["prompt_tokens"] for p in points] == [512]
+    assert rejects == ["no point (columns isl and input_len are both prompt_tokens)"]
+
+
+def test_a_setting_of_the_server_is_kept_and_a_rate_without_end_is_none(tmp_path):
+    (point,), _ = read("request_rate,concurrency,ttft_ms,max_num_seqs\ninf,4,20,64\n", tmp_path)
+    assert point["settings"] == {"max_num_seqs": "64"}
+    assert "rate_per_s" not in point
+
+
+# -- summaries ----------------------------------------------------------------------------------------------
+
+
+def vllm_summary(**more):
+    result = json.loads(clients.vllm_bench(clients.planned(20)))
+    lists = ("input_lens", "output_lens", "ttfts", "itls", "start_times", "generated_texts", "errors")
+    summary = {name: value for name, value in result.items() if name not in lists}
+    return json.dumps(
+        summary
+        | {"model_id": "tiny", "tokenizer_id": "tiny", "request_rate": 8.0, "max_concurrency": None}
+        | {"duration": 5.0, "completed": 20, "failed": 1, "request_throughput": 4.0}
+        | {"total_input_tokens": 2_000, "total_output_tokens": 600, "mean_ttft_ms": 20.5, "p99_ttft_ms": 31.0}
+        | {"std_ttft_ms": 3.0, "mean_tpot_ms": 7.5, "median_itl_ms": 7.25}
+        | more
+    )
+
+
+def test_a_vllm_result_without_requests_is_a_point_and_names_the_flag(tmp_path):
+    (point,), rejects = read(vllm_summary(new_key=1), tmp_path)
+    assert not rejects
+    assert point["requests_written_by"] == "vllm bench serve --save-result --save-detailed"
+    wanted = {"rate_per_s": 8.0, "prompt_tokens": 100.0, "output_tokens": 30.0, "requests": 20}
+    wanted |= {
+        "failed_requests": 1,
+        "ttft_mean_us": 20_500.0,
+        "ttft_p99_us": 31_000.0,
+        "tpot_mean_us": 7_500.0,
+    }
+    wanted |= {"itl_p50_us": 7_250.0, "model": "tiny", "duration_us": 5e6, "requests_per_s": 4.0}
+    assert point.items() >= wanted.items()
+    assert point["unread"] == ["new_key"]
+
+
+def test_a_duration_in_another_unit_is_a_reject(tmp_path):
+    points, rejects = read(vllm_summary(duration=5_000), tmp_path)
+    assert not points
+    (reason,) = rejects
+    assert "the duration is about 1,000 times requests over their throughput: is it in ms?" in reason
+
+
+@pytest.mark.parametrize("details", [True, False])
+def test_an_sglang_result_is_sglang_s(details, tmp_path):
+    plans = clients.planned(10), clients.planned(20)
+    lines = [
+        clients.sglang_bench(plan, details=details, max_concurrency=4 * n) for n, plan in enumerate(plans, 1)
+    ]
+    points, rejects = read(b"".join(lines), tmp_path)
+    assert not rejects
+    assert [(p["program"], p["concurrency"], p["requests"]) for p in points] == [
+        ("sglang.bench_serving", 4, 10),
+        ("sglang.bench_serving", 8, 20),
+    ]
+    for point, plan in zip(points, plans, strict=True):
+        assert point["requests_written_by"] == "sglang.bench_serving --output-details"
+        assert point["prompt_tokens"] == pytest.approx(sum(r.prompt for r in plan) / len(plan))
+        ttft_s = sum(r.token_s[0] - r.sent_s for r in plan) / len(plan)
+        assert point["ttft_mean_us"] == pytest.approx(1e6 * ttft_s)
+        assert not point["unread"]
+
+
+def test_a_broken_sglang_line_is_called_sglang_s(tmp_path):
+    content = clients.sglang_bench(clients.planned(10)).replace(b'"ttfts": [', b'"ttfts": [0.1, ')
+    assert read(content, tmp_path)[1] == [
+        "no request of SGLang's `bench_serving` (lists of different lengths)"
+    ]
+
+
+def test_guidellm_s_summary_has_the_load_and_the_time_between_tokens(tmp_path):
+    content = gzip.decompress((FIXTURES / "guidellm/guidellm.json.gz").read_bytes())
+    (point,), rejects = read(content, tmp_path)
+    assert not rejects
+    metrics = json.loads(content)["benchmarks"][0]["metrics"]
+    assert (point["rate_per_s"], point["requests"]) == (8.0, 150)
+    assert point["ttft_p99_us"] == pytest.approx(47_613.1, abs=0.1)
+    gaps = metrics["inter_token_latency_ms"]["successful"]
+    assert point["tpot_mean_us"] == pytest.approx(1e3 * gaps["mean"])
+    assert point["e2e_p50_us"] == pytest.approx(
+        1e6 * metrics["request_latency"]["successful"]["percentiles"]["p50"]
+    )
+    assert not any(name.startswith("itl_") for name in point)
+
+
+def of(mean, **more):
+    return {"mean": mean, "min": mean / 2, "max": 2 * mean, **more}
+
+
+def test_inference_perf_s_stage_is_a_point(tmp_path):
+    """Inference-perf 0.5.0, `inference_perf/reportgen/base.py`."""
+    report = {
+        "benchmark_time_seconds": 10.0,
+        "load_summary": {"count": 81, "schedule_delay": of(0.1), "requested_rate": 8.0, "achieved_rate": 8.1},
+        "successes": {
+            "count": 80,
+            "latency": {
+                "request_latency": of(0.5, median=0.4, p99=0.9),
+                "normalized_time_per_output_token": of(0.02),
+                "time_per_output_token": of(0.01),
+                "time_to_first_token": of(0.05, p90=0.07),
+                "inter_token_latency": of(0.011),
+            },
+            "throughput": {"requests_per_sec": 8.0, "output_tokens_per_sec": 368.0},
+            "prompt_len": of(90.0),
+            "output_len": of(46.0),
+        },
+        "failures": {"count": 1, "request_latency": None, "prompt_len": None},
+    }
+    (point,), rejects = read(json.dumps(report, indent=2), tmp_path)
+    assert not rejects
+    wanted = {
+        "rate_per_s": 8.0,
+        "requests": 80,
+        "failed_requests": 1,
+        "prompt_tokens": 90.0,
+        "tpot_mean_us": 1e4,
+    }
+    wanted |= {"ttft_mean_us": 5e4, "e2e_p50_us": 4e5, "e2e_p99_us": 9e5, "itl_mean_us": 11e3}
+    assert {name: point.get(name) for name in wanted} == pytest.approx(wanted)
+    assert "per_request: true" in point["requests_written_by"]
+
+
+@pytest.mark.parametrize("program", ["aiperf", "genai-perf"])
+def test_a_profile_s_summary_is_a_point(program, tmp_path):
+    """Of aiperf 0.13.0, `aiperf/common/models/export_models.py`, and genai-perf 0.0.16, `genai_perf/export_data/json_exporter.py`."""
+    config = {"perf_analyzer": {"stimulus": {"concurrency": 16}}, "model_names": ["tiny"]}
+    if program == "aiperf":
+        config = {"endpoint": {"model_names": ["tiny"]}, "loadgen": {"concurrency": 16, "request_rate": None}}
+    report = {
+        **({"schema_version": "1.4", "aiperf_version": "0.13.0"} if program == "aiperf" else {}),
+        "request_throughput": {"unit": "requests/sec", "avg": 12.0},
+        "request_latency": {"unit": "ms", "avg": 1_018.0, "p50": 1_000.0, "p99": 1_400.0},
+        "request_count": {"unit": "requests", "avg": 200},
+        "time_to_first_token": {"unit": "ms", "avg": 30.0, "p90": 44.0, "std": 4.0},
+        "inter_token_latency": {"unit": "ms", "avg": 7.8},
+        "input_sequence_length": {"unit": "tokens", "avg": 512.0},
+        "output_sequence_length": {"unit": "tokens", "avg": 128.0},
+        "input_config": config,
+    }
+    (point,), rejects = read(json.dumps(report), tmp_path)
+    assert not rejects
+    wanted = {"program": program, "concurrency": 16.0, "model": "tiny", "requests": 200, "ttft_p90_us": 44e3}
+    wanted |= {"tpot_mean_us": 7_800.0, "prompt_tokens": 512.0, "output_tokens": 128.0}
+    assert {name: point.get(name) for name in wanted} == wanted
+    assert point["e2e_p99_us"] == pytest.approx(1.4e6)
+    report["time_to_first_token"]["unit"] = "fortnights"
+    assert read(json.dumps(report), tmp_path) == (
+        [],
+        ["no summary of AIPerf's and genai-perf's summary (time_to_first_token of an unknown unit)"],
+    )
+
+
+def test_llmperf_s_time_per_token_counts_the_prompt_and_is_not_read(tmp_path):
+    """ray-project/llmperf, `token_benchmark_ray.py`: its `inter_token_latency_s` is the whole time over the tokens."""
+    report = {
+        "version": "2023-08-31",
+        "model": "tiny",
+        "num_concurrent_requests": 4,
+        "results_inter_token_latency_s_mean": 0.05,
+        "results_ttft_s_quantiles_p99": 0.6,
+        "results_ttft_s_mean": 0.5,
+        "results_end_to_end_latency_s_mean": 5.0,
+        "results_number_input_tokens_mean": 550.0,
+        "results_number_output_tokens_mean": 101.0,
+        "results_num_completed_requests": 80,
+        "results_num_completed_requests_per_min": 48.0,
+    }
+    (point,), rejects = read(json.dumps(report), tmp_path)
+    assert not rejects
+    wanted = {
+        "concurrency": 4.0,
+        "ttft_mean_us": 5e5,
+        "ttft_p99_us": 6e5,
+        "tpot_mean_us": 45e3,
+        "requests": 80,
+    }
+    assert {name: point.get(name) for name in wanted} == pytest.approx(wanted)
+    assert not any(name.startswith("itl_") for name in point)
