@@ -1,0 +1,43 @@
+"""Gradient boosting beside scikit-learn's."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from sklearn.ensemble import HistGradientBoostingRegressor
+from threadpoolctl import threadpool_limits
+
+from tracefit.fit.boosting import LEAVES, TREES, boosted
+
+
+def _expected(features, y, evaluated):
+    library = HistGradientBoostingRegressor(
+        max_iter=TREES, learning_rate=0.2, max_leaf_nodes=LEAVES, early_stopping=False, random_state=0
+    )
+    with threadpool_limits(1):
+        return library.fit(features, y).predict(evaluated)
+
+
+@pytest.mark.parametrize(("rows", "step"), [(90, 10.0), (400, 1.0), (900, 0.0)])
+def test_predictions_are_those_of_scikit_learn(rows, step):
+    """Few values of a feature, a bin for each, and more values than bins."""
+    rng = np.random.default_rng(rows)
+    x = rng.gamma(1.0, 100.0, (rows, 3))
+    x = np.floor(x / step) if step else x
+    x[:, 1] = 7.0
+    y = np.log(1000 + 3 * x[:, 0] + 5 * x[:, 2] * (x[:, 0] > np.median(x[:, 0])) + rng.standard_normal(rows))
+    train = 2 * rows // 3
+    found = boosted(x[:train], y[:train], x[train:])
+    assert found == pytest.approx(_expected(x[:train], y[:train], x[train:]), rel=1e-7)
+    assert np.ptp(found) > 0.1
+
+
+def test_too_few_rows_to_split_give_the_mean():
+    x, y = np.arange(30.0)[:, None], np.arange(30.0)
+    assert boosted(x, y, np.array([[3.0], [99.0]])) == pytest.approx([14.5, 14.5])
+
+
+def test_what_is_unknown_counts_as_above_all_that_is_known():
+    x = np.array([*range(40), *[np.nan] * 40])[:, None]
+    y = np.repeat([1.0, 5.0], 40)
+    assert boosted(x, y, np.array([[20.0], [np.nan], [1e9]])) == pytest.approx([1, 5, 1], abs=1e-3)
