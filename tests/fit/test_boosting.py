@@ -32,12 +32,18 @@ def test_predictions_are_those_of_scikit_learn(rows, step):
     assert np.ptp(found) > 0.1
 
 
+def test_unknown_values_go_where_they_fit_best_as_in_scikit_learn():
+    """In the recording, above a line, below it, or only in rows to predict."""
+    rng = np.random.default_rng(3)
+    x = rng.gamma(1.0, 100.0, (600, 3))
+    y = np.log(1000 + 3 * x[:, 0] + 9 * x[:, 1] + 10 * x[:, 2])
+    x[rng.random(600) < 0.2, 0] = np.nan
+    x[x[:, 1] < 30, 1] = np.nan
+    x[550:, 2] = np.nan
+    found = boosted(x[:400], y[:400], x[400:])
+    assert found == pytest.approx(_expected(x[:400], y[:400], x[400:]), rel=1e-7)
+
+
 def test_too_few_rows_to_split_give_the_mean():
     x, y = np.arange(30.0)[:, None], np.arange(30.0)
     assert boosted(x, y, np.array([[3.0], [99.0]])) == pytest.approx([14.5, 14.5])
-
-
-def test_what_is_unknown_counts_as_above_all_that_is_known():
-    x = np.array([*range(40), *[np.nan] * 40])[:, None]
-    y = np.repeat([1.0, 5.0], 40)
-    assert boosted(x, y, np.array([[20.0], [np.nan], [1e9]])) == pytest.approx([1, 5, 1], abs=1e-3)

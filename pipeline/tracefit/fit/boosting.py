@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 if TYPE_CHECKING:
-    from tracefit.statistics import Integers, Matrix, Vector
+    from tracefit.statistics import Flags, Integers, Matrix, Vector
 
 TREES = 50
 LEAVES = 8
@@ -29,16 +29,20 @@ def boosted(features: Matrix, y: Vector, evaluated: Matrix) -> Vector:
     """Fit trees, and return their predictions for other rows, shape (m,).
 
     Args:
-        features: Shape (n, k); unknown is NaN, and counts as above all known values.
+        features: Shape (n, k); unknown is NaN, and falls on the side of a split that fits it best.
         y: The values to fit, shape (n,).
         evaluated: Features of the other rows, shape (m, k).
     """
     edges = [_edges(column) for column in features.T]
+    unknown = 1 + max(map(len, edges))
     binned, asked = (
-        np.column_stack([np.searchsorted(e, c) for e, c in zip(edges, columns.T, strict=True)])
-        for columns in (features, evaluated)
+        [
+            np.where(np.isnan(column), unknown, np.searchsorted(ends, column))
+            for ends, column in zip(edges, rows.T, strict=True)
+        ]
+        for rows in (features, evaluated)
     )
-    grower = _Grower(binned, 1 + max(map(len, edges)))
+    grower = _Grower(binned, unknown)
     mean = float(y.mean())
     fitted, predicted = np.full(len(y), mean), np.full(len(evaluated), mean)
     for _ in range(TREES):
@@ -54,20 +58,24 @@ def _edges(column: Vector) -> Vector:
     known = column[~np.isnan(column)]
     values = np.unique(known)
     if len(values) <= _MOST_BINS:
-        ends = (values[1:] + values[:-1]) / 2
-    else:
-        percents = np.linspace(0, 100, _MOST_BINS + 1)[1:-1]
-        ends = np.unique(np.percentile(known, percents, method="averaged_inverted_cdf"))
-    # Unknown values have a bin of their own.
-    return ends if len(known) == len(column) else np.append(ends, np.inf)
+        return np.asarray((values[1:] + values[:-1]) / 2)
+    percents = np.linspace(0, 100, _MOST_BINS + 1)[1:-1]
+    return np.unique(np.percentile(known, percents, method="averaged_inverted_cdf"))
 
 
 class _Split(NamedTuple):
-    """The best split of a leaf: rows with at most this bin of a feature, and the others."""
+    """The best split of a leaf: rows with at most this bin of a feature, perhaps those where it is unknown, and the others."""
 
     gain: float
     feature: int
     bin: int
+    unknown: int
+    """Bin of unknown values, if they are with the lower ones; else -1."""
+
+    def upper(self, bins: Integers) -> Flags:
+        """Return which rows are above, by their bins of the feature."""
+        is_upper: Flags = bins > self.bin
+        return is_upper if self.unknown < 0 else is_upper & (bins != self.unknown)
 
 
 class _Leaf(NamedTuple):
@@ -88,21 +96,23 @@ class _Tree(NamedTuple):
     splits: list[tuple[int, _Split]]
     leaves: list[_Leaf]
 
-    def predict(self, binned: Integers) -> Vector:
+    def predict(self, binned: list[Integers]) -> Vector:
         """Return the leaves' means, shape (m,)."""
-        at = np.zeros(len(binned), dtype=np.int64)
+        at = np.zeros(len(binned[0]), dtype=np.int64)
         for new, (place, split) in enumerate(self.splits, 1):
-            at[(at == place) & (binned[:, split.feature] > split.bin)] = new
+            at[(at == place) & split.upper(binned[split.feature])] = new
         return np.array([leaf.mean for leaf in self.leaves])[at]
 
 
 class _Grower:
     """The binned rows that all trees are fitted to."""
 
-    def __init__(self, binned: Integers, bins: int) -> None:
-        self._columns, self._bins = list(np.ascontiguousarray(binned.T)), bins
-        self._every = np.arange(len(binned))
+    def __init__(self, binned: list[Integers], unknown: int) -> None:
+        """Take the bins of each feature, shape (n,); the last one is of unknown values."""
+        self._columns, self._unknown = binned, unknown
+        self._every = np.arange(len(binned[0]))
         self._counts = self._histogram(self._every, None)
+        self._has_unknown = self._counts[:, -1:] > 0
 
     def tree(self, residual: Vector) -> _Tree:
         """Fit one tree to what is left, shape (n,)."""
@@ -114,7 +124,7 @@ class _Grower:
             if parent.best.gain <= 0:
                 break
             splits.append((place, parent.best))
-            is_upper = self._columns[parent.best.feature][parent.rows] > parent.best.bin
+            is_upper = parent.best.upper(self._columns[parent.best.feature][parent.rows])
             parts = [parent.rows[~is_upper], parent.rows[is_upper]]
             # The histogram of the larger part is what the smaller one leaves.
             small = int(len(parts[1]) < len(parts[0]))
@@ -128,17 +138,29 @@ class _Grower:
     def _histogram(self, rows: Integers, values: Vector | None) -> Matrix:
         """Return the sum of values per feature and bin, or the number of rows, shape (k, bins)."""
         weights = None if values is None else values[rows]
-        return np.array([np.bincount(column[rows], weights, self._bins) for column in self._columns])
+        return np.array([np.bincount(column[rows], weights, self._unknown + 1) for column in self._columns])
 
     def _leaf(self, rows: Integers, counts: Matrix, sums: Matrix) -> _Leaf:
         total, count = float(sums[0].sum()), len(rows)
-        below, left = counts.cumsum(axis=1), sums.cumsum(axis=1)
+        below, left = counts[:, :-1].cumsum(axis=1), sums[:, :-1].cumsum(axis=1)
+        gains = [self._gains(below, left, total, count)]
+        if self._has_unknown.any():
+            # Unknown values on the lower side; of equal splits the last one, as the library takes it.
+            with_unknown = self._gains(below + counts[:, -1:], left + sums[:, -1:], total, count)
+            gains.append(np.where(self._has_unknown, with_unknown, 0.0)[:, ::-1])
+        side, feature, end = np.unravel_index(np.argmax(gains), (len(gains), *below.shape))
+        most = float(gains[side][feature, end])
+        end = below.shape[1] - 1 - end if side else end
+        if most <= _LEAST_GAIN * total**2 / count:
+            most = 0.0
+        # Where a feature is unknown in no row, a row to predict in which it is goes with the most.
+        goes_low = side or not (self._has_unknown[feature, 0] or 2 * below[feature, end] <= count)
+        best = _Split(most, int(feature), int(end), self._unknown if goes_low else -1)
+        return _Leaf(rows, total / count, counts, sums, best)
+
+    def _gains(self, below: Matrix, left: Matrix, total: float, count: int) -> Matrix:
+        """Return by how much a split after each bin lowers the squares, shape (k, bins); 0 where it leaves too few rows."""
         above = count - below
         with np.errstate(all="ignore"):
-            gain = left**2 / below + (total - left) ** 2 / above - total**2 / count
-        gain[(below < _FEWEST) | (above < _FEWEST)] = 0.0
-        at = int(gain.argmax())
-        most = float(gain.flat[at])
-        scale = _LEAST_GAIN * float(total**2 / count)
-        best = _Split(most if most > scale else 0.0, *divmod(at, self._bins))
-        return _Leaf(rows, total / count, counts, sums, best)
+            gains = left**2 / below + (total - left) ** 2 / above - total**2 / count
+        return np.where((below < _FEWEST) | (above < _FEWEST), 0.0, gains)
