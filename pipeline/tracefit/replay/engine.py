@@ -562,6 +562,11 @@ class _OwnBlocks(_Blocks):
         request.computed, request.held, request.unclaimed, request.filled = 0, 0, 0, 0
 
 
+def counted_blocks(cache: _Blocks) -> bool:
+    """Return whether blocks are known by their count only."""
+    return isinstance(cache, _OwnBlocks)
+
+
 class _SharedBlocks(_Blocks):
     """KV blocks by number: free blocks in the order they are taken, and full prompt blocks by their content."""
 
