@@ -78,6 +78,9 @@ class _Split(NamedTuple):
         return is_upper if self.unknown < 0 else is_upper & (bins != self.unknown)
 
 
+_NO_SPLIT = _Split(0.0, 0, 0, -1)
+
+
 class _Leaf(NamedTuple):
     """Rows of a leaf, and the mean in them."""
 
@@ -126,14 +129,29 @@ class _Grower:
             splits.append((place, parent.best))
             is_upper = parent.best.upper(self._columns[parent.best.feature][parent.rows])
             parts = [parent.rows[~is_upper], parent.rows[is_upper]]
-            # The histogram of the larger part is what the smaller one leaves.
-            small = int(len(parts[1]) < len(parts[0]))
-            counts, sums = (self._histogram(parts[small], values) for values in (None, residual))
-            both = [self._leaf(parts[small], counts, sums)]
-            both.insert(1 - small, self._leaf(parts[1 - small], parent.counts - counts, parent.sums - sums))
-            leaves[place] = both[0]
-            leaves.append(both[1])
+            leaves[place : place + 1], more = self._parts(
+                parent, parts, residual, is_last=len(leaves) == LEAVES - 1
+            )
+            leaves += more
         return _Tree(splits, leaves)
+
+    def _parts(
+        self, parent: _Leaf, parts: list[Integers], residual: Vector, *, is_last: bool
+    ) -> tuple[list[_Leaf], list[_Leaf]]:
+        """Return the lower and the upper leaf of a split."""
+        if is_last or max(map(len, parts)) < 2 * _FEWEST:
+            # None of them is split.
+            lower, upper = (
+                _Leaf(rows, float(residual[rows].mean()), parent.counts, parent.sums, _NO_SPLIT)
+                for rows in parts
+            )
+            return [lower], [upper]
+        # The histogram of the larger part is what the smaller one leaves.
+        small = int(len(parts[1]) < len(parts[0]))
+        counts, sums = (self._histogram(parts[small], values) for values in (None, residual))
+        both = [self._leaf(parts[small], counts, sums)]
+        both.insert(1 - small, self._leaf(parts[1 - small], parent.counts - counts, parent.sums - sums))
+        return both[:1], both[1:]
 
     def _histogram(self, rows: Integers, values: Vector | None) -> Matrix:
         """Return the sum of values per feature and bin, or the number of rows, shape (k, bins)."""
@@ -142,6 +160,8 @@ class _Grower:
 
     def _leaf(self, rows: Integers, counts: Matrix, sums: Matrix) -> _Leaf:
         total, count = float(sums[0].sum()), len(rows)
+        if count < 2 * _FEWEST:
+            return _Leaf(rows, total / count, counts, sums, _NO_SPLIT)
         below, left = counts[:, :-1].cumsum(axis=1), sums[:, :-1].cumsum(axis=1)
         gains = [self._gains(below, left, total, count)]
         if self._has_unknown.any():
@@ -161,6 +181,6 @@ class _Grower:
     def _gains(self, below: Matrix, left: Matrix, total: float, count: int) -> Matrix:
         """Return by how much a split after each bin lowers the squares, shape (k, bins); 0 where it leaves too few rows."""
         above = count - below
-        with np.errstate(all="ignore"):
-            gains = left**2 / below + (total - left) ** 2 / above - total**2 / count
-        return np.where((below < _FEWEST) | (above < _FEWEST), 0.0, gains)
+        right = total - left
+        gains = left * left / np.maximum(below, 1) + right * right / np.maximum(above, 1) - total**2 / count
+        return np.where(np.minimum(below, above) < _FEWEST, 0.0, gains)
