@@ -28,6 +28,7 @@ class CountedEngine(ReplayEngine):
             # Requests that decode: the step each ends in, a number in the order of admission, and the request.
             self._ends: list[tuple[int, int, ReplayedRequest]] = []
             self._partial: ReplayedRequest | None = None
+            self._blocks = self.cache.free_count
             self._done = self._number = self._tokens = self._admitted = 0
             while self._counted():
                 pass
@@ -69,9 +70,11 @@ class CountedEngine(ReplayEngine):
 
     def _may_lack(self, tokens: int, requests: int) -> bool:
         """Return whether blocks may not be enough for tokens of requests: each may have one that is not full."""
-        ended = sum(request.end for request in self._ended)
-        needed = (self._tokens + ended + tokens) / self.settings.block_size + requests + len(self._ended)
-        return needed > self.cache.free_count
+        tokens += self._tokens
+        if self._ended:
+            tokens += sum(request.end for request in self._ended)
+            requests += len(self._ended)
+        return tokens / self.settings.block_size + requests > self._blocks
 
     def _decode(self, steps: int, *, is_full: bool) -> bool:
         """Execute the steps until a request ends or arrives; see `ReplayEngine._decode_on`."""
@@ -128,16 +131,14 @@ class CountedEngine(ReplayEngine):
     def _execute_counted(self, prompts: list[tuple[ReplayedRequest, int, int]]) -> None:
         """Advance the clock by the step's time, and its requests by their tokens."""
         decoding, waiting = len(self._ends), len(self.waiting)
-        batch = StepBatch(
-            len(prompts),
-            float(sum(new for _, _, new in prompts)),
-            float(sum(done for _, done, _ in prompts)),
-            float(sum(new * (request.need + new / 2) for request, _, new in prompts)),
-            decoding,
-            float(self._tokens - (0 if self._partial is None else self._done)),
-            waiting,
-            float(sum(new * (done + new / 2) for _, done, new in prompts)),
-        )
+        prefilled = before = pairs = seen = 0.0
+        for request, done, new in prompts:
+            prefilled += new
+            before += done
+            pairs += new * (request.need + new / 2)
+            seen += new * (done + new / 2)
+        context = float(self._tokens - (0 if self._partial is None else self._done))
+        batch = StepBatch(len(prompts), prefilled, before, pairs, decoding, context, waiting, seen)
         self._started = self.now
         self.now += self.times.step(batch)
         self.steps.append((np.array([self.now]), decoding + len(prompts), waiting))
