@@ -248,7 +248,7 @@ class ModelCount:
             '    "count",\n',
         ),
         "pipeline/tracefit/cli/commands.py": (
-            "help and completion must not wait for polars and scikit-learn.\n",
+            "help and completion must not wait for polars.\n",
             """
 
 @command("count {models}")

@@ -136,7 +136,6 @@ MODULES = {
     "opentelemetry-proto": "opentelemetry",
     "protobuf": "google",
     "pyyaml": "yaml",
-    "scikit-learn": "sklearn",
     "googleapis-common-protos": "google",
     "grpcio": "grpc",
     "prometheus-client": "prometheus_client",
@@ -144,7 +143,7 @@ MODULES = {
 }
 """Requirement to the module it is imported as, where these differ."""
 
-BROUGHT = {"threadpoolctl": "scikit-learn", "pydantic_core": "pydantic", "markupsafe": "jinja2"}
+BROUGHT = {"pydantic_core": "pydantic", "markupsafe": "jinja2"}
 """Modules that a requirement always brings."""
 
 

@@ -108,6 +108,8 @@ def without_credentials(text: str) -> str:
 
 def printable(text: str) -> str:
     """Escape control codes: file names can hold codes that a terminal would obey."""
+    if text.isprintable():
+        return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 

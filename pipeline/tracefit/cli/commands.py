@@ -93,7 +93,7 @@ if TYPE_CHECKING:
 
     from tracefit.commands.receive import Listening
 
-# The functions of the library are imported when they are first used: help and completion must not wait for polars and scikit-learn.
+# The functions of the library are imported when they are first used: help and completion must not wait for polars.
 
 
 @command("run to {out}", ServerOptions, IngestOptions, EngineChoice, TrainOptions)

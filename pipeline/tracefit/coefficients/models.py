@@ -1,8 +1,8 @@
 """Load coefficient files and predict steps and requests from them: the library's `tracefit.load`.
 
 `Models` holds files and finds the models of a deployment; `predict` and `requests` compute single predictions,
-`predict_frames` those of a frame. A single prediction is made in plain Python: neither numpy nor polars nor
-scikit-learn is imported for it.
+`predict_frames` those of a frame. A single prediction is made in plain Python: neither numpy nor polars is
+imported for it.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from tracefit.results.requests import RecordedLoad, RequestGroup
     from tracefit.server.documents import Scalar
 
-_LIBRARIES = ("numpy", "scikit-learn", "polars", "pyarrow")
+_LIBRARIES = ("numpy", "polars", "pyarrow")
 
 
 def provenance(options: dict[str, Scalar], files: dict[str, str]) -> documents.Provenance:

@@ -12,7 +12,7 @@ import polars as pl
 
 from tracefit import memory
 from tracefit.coefficients import publish
-from tracefit.coefficients.files import as_published, to_json
+from tracefit.coefficients.files import published
 from tracefit.coefficients.models import Models, load
 from tracefit.coefficients.verdicts import override
 from tracefit.commands.deployments import (
@@ -203,11 +203,12 @@ def _trained(
     if options.across:
         progress.stage("leaving out runs, models and GPUs")
     across = fit_across(deployments, deployment_options(options)) if options.across else None
-    published = as_published(alpha), as_published(beta)
+    (alpha_text, rounded_alpha), (beta_text, rounded_beta) = published(alpha), published(beta)
+    fitted_models = Models((rounded_alpha, rounded_beta))
     progress.stage("replaying the held-out part of each run")
     trained = [r for s in deployments for r in publish.runs_of(s)]
-    replays = replay_all(store, Models(published), trained)
-    rates = {} if options.fast else rates_of(store, Models(published), replays)
+    replays = replay_all(store, fitted_models, trained)
+    rates = {} if options.fast else rates_of(store, fitted_models, replays)
     for _ in deployments:
         progress.finish_part()
     evaluation = publish.evaluate(
@@ -223,10 +224,11 @@ def _trained(
         capacities={name: one.capacity for name, one in rates.items()},
         thresholds=thresholds,
     )
+    evaluation_text, rounded = published(evaluation)
     texts = {
-        models / "alpha.json": to_json(alpha),
-        models / "beta.json": to_json(beta),
-        report / "evaluation.json": to_json(evaluation),
+        models / "alpha.json": alpha_text,
+        models / "beta.json": beta_text,
+        report / "evaluation.json": evaluation_text,
     }
     if options.sample_csv:
         texts.update({models / name: text for name, text in sample_tables(deployments).items()})
@@ -237,7 +239,7 @@ def _trained(
     memory.trim()
     progress.stage("drawing the report")
     # From the files' own numbers, so that `report` makes the same one later.
-    drawn = report_texts(report_of(as_published(evaluation), *published, store), report, progress)
+    drawn = report_texts(report_of(rounded, rounded_alpha, rounded_beta, store), report, progress)
     if nothing:
         write_files(drawn)
         hint = "; ".join(filter(None, (nothing.hint, f"{[*drawn][-1]} says what the server did")))

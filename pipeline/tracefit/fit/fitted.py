@@ -390,7 +390,7 @@ def matrix(rows: pl.DataFrame, names: Sequence[str]) -> Matrix:
     """Return columns as floats, shape (n, n_names); null is NaN."""
     if not names:
         return np.zeros((rows.height, 0))
-    return rows.select(pl.col(n).cast(pl.Float64) for n in names).to_numpy().astype(np.float64)
+    return np.array([rows[n].cast(pl.Float64).to_numpy() for n in names]).T
 
 
 def target_of(rows: pl.DataFrame) -> Vector:

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
-import polars as pl
 
 from tracefit.features.sets import PADDED, PRODUCTS
 from tracefit.fit.estimators import MAX_ITER, RobustLinear, Sums, line, rows_of, standardised
@@ -140,9 +139,11 @@ def collinearity(x: Matrix, names: Sequence[str], regime: str) -> Collinearity:
 
 def time_blocks(run: Integers, time: Integers, count: int) -> Integers:
     """Cut each run's rows into `count` contiguous blocks of time; block i of every run has number i."""
-    rank = pl.col("time").rank("ordinal").over("run").cast(pl.Int64) - 1
-    rows = pl.DataFrame({"run": run, "time": time})
-    return rows.select(rank * count // pl.len().over("run")).to_series().to_numpy()
+    _, number, rows = np.unique(run, return_inverse=True, return_counts=True)
+    order = np.lexsort((time, number))
+    rank = np.empty(len(run), dtype=np.int64)
+    rank[order] = np.arange(len(run)) - np.repeat(np.cumsum(rows) - rows, rows)
+    return np.asarray(rank * count // rows[number])
 
 
 @dataclass(frozen=True, slots=True)

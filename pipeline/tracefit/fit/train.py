@@ -259,6 +259,12 @@ def _drop_unknown(
     Returns:
         The frame, the kept features, and the dropped ones with reasons.
     """
+    columns = [rows[f.name] for f in features]
+    if rows["excluded_reason"].null_count() and all(
+        column.dtype == pl.Float64 and not column.null_count() for column in columns
+    ):
+        # Most frames are complete, and candidates ask often.
+        return rows, list(features), []
     included = rows.filter(pl.col("excluded_reason").is_null())
     kept, left = [], []
     for feature in features:

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import polars as pl
-from threadpoolctl import threadpool_limits
 
 import tracefit.recordings  # noqa: F401 - declares the sources of recorded steps
+from tracefit.fit.boosting import boosted
 from tracefit.fit.fitted import (
     FREE,
     FittedRegime,
@@ -238,16 +238,8 @@ def reference(used: pl.DataFrame, evaluated: pl.DataFrame, names: list[str]) -> 
     Fifty trees of eight leaves are fitted to the logarithms of the times by least squares. That takes a tenth of the time of 200 trees
     of 31 leaves with absolute errors, and its errors are no larger.
     """
-    from sklearn.ensemble import HistGradientBoostingRegressor  # noqa: PLC0415 - it takes long, and `--fast` does without
-
-    boosted = HistGradientBoostingRegressor(
-        max_iter=50, learning_rate=0.2, max_leaf_nodes=8, early_stopping=False, random_state=0
-    )
-    # One thread: on frames this small threads cost more in waiting than they gain, and the order of floating-point sums
-    # would depend on their number.
-    with threadpool_limits(1):
-        boosted.fit(matrix(used, names), np.log(np.maximum(target_of(used), _LEAST_US)))
-        predicted = np.exp(boosted.predict(matrix(evaluated, names)))
+    logs = np.log(np.maximum(target_of(used), _LEAST_US))
+    predicted = np.exp(boosted(matrix(used, names), logs, matrix(evaluated, names)))
     return measure(target_of(evaluated), predicted)
 
 

@@ -24,6 +24,9 @@ Truth: TypeAlias = Any
 """A bool, or an array of bools, shape (rows,)."""
 
 
+_is_finite, _UNKNOWN = math.isfinite, math.nan
+
+
 def number(name: str, value: float | None) -> float:
     """Return a value of a row as an amount; null and NaN are unknown.
 
@@ -54,7 +57,7 @@ def filled(amount: Amount, otherwise: Amount) -> Amount:
 def finite(amount: Amount) -> Amount:
     """Return the amount, unknown unless it is finite."""
     if isinstance(amount, float):
-        return amount if math.isfinite(amount) else math.nan
+        return amount if _is_finite(amount) else _UNKNOWN
     import numpy as np
 
     is_finite = np.isfinite(amount)
@@ -79,6 +82,20 @@ def power(base: Amount, exponent: Amount) -> Amount:
     # Adding 0 turns -0.0 into 0.0, whose negative power would be infinite with the other sign.
     value = np.float_power(np.add(base, 0.0), exponent)  # `power` takes a root of minus infinity for unknown
     return np.where(is_known(base) & is_known(exponent), value, math.nan)
+
+
+def smaller(one: Amount, other: Amount) -> Amount:
+    """Return the smaller of two, as `smallest` does, and quicker."""
+    if isinstance(one, float) and isinstance(other, float):
+        return one if one <= other else other if other < one else _UNKNOWN
+    return smallest(one, other)
+
+
+def larger(one: Amount, other: Amount) -> Amount:
+    """Return the larger of two, as `largest` does, and quicker."""
+    if isinstance(one, float) and isinstance(other, float):
+        return one if one >= other else other if other > one else _UNKNOWN
+    return largest(one, other)
 
 
 def smallest(*amounts: Amount) -> Amount:

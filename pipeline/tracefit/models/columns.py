@@ -26,12 +26,11 @@ def amounts_of(frame: pl.DataFrame, names: Collection[str]) -> dict[str, Vector]
     Raises:
         UsageError: A column is not of numbers.
     """
-    columns = [name for name in frame.columns if name in names]
-    for name in columns:
-        kind = frame.schema[name]
-        if not (kind.is_numeric() or kind in (pl.Boolean, pl.Null)):
-            raise UsageError("is not a column of numbers", where=name)
-    return {name: frame[name].cast(pl.Float64).to_numpy() for name in columns}
+    columns = [frame[name] for name in frame.columns if name in names]
+    for column in columns:
+        if not (column.dtype.is_numeric() or column.dtype in (pl.Boolean, pl.Null)):
+            raise UsageError("is not a column of numbers", where=column.name)
+    return {column.name: column.cast(pl.Float64).to_numpy() for column in columns}
 
 
 def column_of(name: str, amount: Amount, rows: int) -> pl.Series:

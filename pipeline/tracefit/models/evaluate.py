@@ -253,7 +253,10 @@ class CompiledModel:
 
     def amount(self, values: Amounts) -> Amount:
         """Return the sum of the form that predicts over values of all its features, as `evaluate` does, and quicker."""
-        return _sum(self.forms, self.active(values), values)
+        if self.conditions:
+            return _sum(self.forms, self.active(values), values)
+        _, form = self.forms[0]
+        return line(form.intercept, form.terms, values)
 
     def evaluate_with_clock(self, values: Amounts) -> Amount:
         """Return the prediction over a training frame: a boundary model uses only the next known step start.

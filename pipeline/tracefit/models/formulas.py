@@ -17,6 +17,7 @@ import math
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from graphlib import CycleError, TopologicalSorter
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
@@ -82,13 +83,8 @@ def parse_formula(text: str, *, where: str) -> Node:
     """
     if len(text) > MAX_FORMULA_CHARS:
         raise UsageError(f"formula is longer than {MAX_FORMULA_CHARS} characters", where=where)
-    plain = " ".join(text.translate(TYPESET).split())
-    allowed = LEXICON.match(plain)
-    end = allowed.end() if allowed else 0
     try:
-        if end == len(plain):
-            return _node(ast.parse(plain, mode="eval").body, calls=0)
-        problem = f"has {plain[end]!r}, which is not allowed there"
+        return _parsed(text)
     except (SyntaxError, RecursionError, MemoryError):  # the latter two for deep nesting
         problem = "cannot be parsed"
     except ValueError as error:
@@ -98,6 +94,17 @@ def parse_formula(text: str, *, where: str) -> Node:
         where=where,
         hint="a formula has numbers, names, + - * / **, parentheses, min(…) and max(…)",
     )
+
+
+@lru_cache(maxsize=1024)
+def _parsed(text: str) -> Node:
+    """Parse a formula; a training asks for each of its few hundred many times."""
+    plain = " ".join(text.translate(TYPESET).split())
+    allowed = LEXICON.match(plain)
+    end = allowed.end() if allowed else 0
+    if end < len(plain):
+        raise ValueError(f"has {plain[end]!r}, which is not allowed there")
+    return _node(ast.parse(plain, mode="eval").body, calls=0)
 
 
 def _node(tree: ast.expr, *, calls: int) -> Node:
@@ -202,12 +209,25 @@ def _computation(node: Node) -> Computation:
         case Name(name):
             return operator.itemgetter(name)
         case Binary(symbol, one, other):
-            operate, left, right = _OPERATIONS[symbol], _computation(one), _computation(other)
-            return lambda values: operate(left(values), right(values))
+            return _operation(_OPERATIONS[symbol], one, other)
+        case Call(function, (one, other)):
+            return _operation(amounts.smaller if function == "min" else amounts.larger, one, other)
         case Call(function, arguments):
             extreme = amounts.smallest if function == "min" else amounts.largest
             inner = [_computation(argument) for argument in arguments]
             return lambda values: extreme(*[one(values) for one in inner])
+
+
+def _operation(operate: Callable[[Amount, Amount], Amount], one: Node, other: Node) -> Computation:
+    """Return an operation on two nodes; a constant needs no call."""
+    left, right = _computation(one), _computation(other)
+    if isinstance(one, Constant):
+        first = one.value
+        return lambda values: operate(first, right(values))
+    if isinstance(other, Constant):
+        second = other.value
+        return lambda values: operate(left(values), second)
+    return lambda values: operate(left(values), right(values))
 
 
 # -- formulas that build on each other -------------------------------------------------------------------

@@ -38,7 +38,9 @@ class Strict(BaseModel):
     """A part of a published file: immutable, finite numbers, no unknown keys."""
 
     # By name too: `schema` is `schema_` here, for pydantic's models have a method of that name.
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, populate_by_name=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", allow_inf_nan=False, populate_by_name=True, defer_build=True
+    )
 
 
 # -- a line -----------------------------------------------------------------------------------------------

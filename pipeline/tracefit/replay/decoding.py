@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from tracefit.replay.engine import MOST_AT_ONCE
+
 if TYPE_CHECKING:
     from tracefit.replay.engine import StepBatch, StepTimeModel
     from tracefit.statistics import Vector
@@ -34,7 +36,7 @@ class TabledDecoding:
 
     exact: StepTimeModel
     reads_waiting: bool = False
-    _tables: dict[tuple[int, int], Vector | None] = field(default_factory=dict)
+    _tables: dict[tuple[int, int], tuple[Vector, Vector] | None] = field(default_factory=dict)
 
     def step(self, batch: StepBatch) -> float:
         """Return the time of one step in us."""
@@ -43,24 +45,27 @@ class TabledDecoding:
     def decoding(self, batch: StepBatch, steps: int, growth: float) -> Vector:
         """Return the times of consecutive steps in which the same requests decode, in us; shape (steps,)."""
         per_entry = SPACING * batch.decode_reqs
-        at = (batch.context_tokens + growth * np.arange(steps)) / per_entry
-        table = self._table(batch, float(at[-1]))
+        first, each = batch.context_tokens / per_entry, growth / per_entry
+        table = self._table(batch, first + each * (steps - 1))
         if table is None:
             return self.exact.decoding(batch, steps, growth)
-        return np.asarray(np.interp(at, np.arange(len(table)), table))
+        at = first + each * (_STEPS[:steps] if steps <= len(_STEPS) else np.arange(steps))
+        return np.asarray(np.interp(at, *table))
 
-    def _table(self, batch: StepBatch, last: float) -> Vector | None:
-        """Return times at contexts of 0, `SPACING`, ... tokens per request, up to entry `last`; null where they may be wrong."""
+    def _table(self, batch: StepBatch, last: float) -> tuple[Vector, Vector] | None:
+        """Return entries 0, 1, ... up to `last`, and the times at contexts of so many `SPACING` tokens per request; null where they may be wrong."""
         key = batch.decode_reqs, batch.waiting if self.reads_waiting else 0
         table = self._tables.get(key, _EMPTY)
-        if table is not None and len(table) <= last + 1:
+        if table is not None and len(table[0]) <= last + 1:
             entries = max(_FEWEST, 2 * int(last) + 2)
             half = SPACING * batch.decode_reqs / 2
             finer = self.exact.decoding(batch._replace(context_tokens=0.0), 2 * entries - 1, half)
-            table, middle = np.array(finer[::2]), (finer[:-1:2] + finer[2::2]) / 2
+            middle = (finer[:-1:2] + finer[2::2]) / 2
             is_exact = np.abs(middle - finer[1::2]) <= MOST_OFF * finer[1::2]
-            self._tables[key] = table = table if is_exact.all() else None
+            table = (np.arange(entries, dtype=float), np.array(finer[::2])) if is_exact.all() else None
+            self._tables[key] = table
         return table
 
 
-_EMPTY = np.zeros(0)
+_STEPS = np.arange(MOST_AT_ONCE, dtype=float)
+_EMPTY = np.zeros(0), np.zeros(0)

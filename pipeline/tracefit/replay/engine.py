@@ -562,6 +562,11 @@ class _OwnBlocks(_Blocks):
         request.computed, request.held, request.unclaimed, request.filled = 0, 0, 0, 0
 
 
+def counted_blocks(cache: _Blocks) -> bool:
+    """Return whether blocks are known by their count only."""
+    return isinstance(cache, _OwnBlocks)
+
+
 class _SharedBlocks(_Blocks):
     """KV blocks by number: free blocks in the order they are taken, and full prompt blocks by their content."""
 
@@ -612,26 +617,23 @@ class _SharedBlocks(_Blocks):
         wanted = math.ceil((done + new - request.unclaimed) / size) - len(blocks)
         if wanted > len(self.free):
             return False
+        take, content, holders, block_of = self.free.popitem, self.content, self.holders, self.block_of
         for _ in range(wanted):
-            block, _ = self.free.popitem(last=False)
-            self._forget(block)
-            self.holders[block] = 1
+            block, _ = take(last=False)
+            key = content.pop(block, None)
+            # Two requests may have computed the same prefix at once: only the later block is in the map, and leaves it here.
+            if key is not None and block_of.get(key) == block:
+                del block_of[key]
+            holders[block] = 1
             blocks.append(block)
         request.held = len(blocks)
-        if done >= request.prompt:
-            return True
         # Only blocks of the prompt can be reused: the content of outputs is unknown.
+        if done >= request.prompt or not self.reuses:
+            return True
         for index in range(int(done) // size, int(min(done + new, request.prompt)) // size):
-            key = self._key(request, index)
-            self.content[blocks[index]] = key
-            self.block_of[key] = blocks[index]
+            content[blocks[index]] = key = self._key(request, index)
+            block_of[key] = blocks[index]
         return True
-
-    def _forget(self, block: int) -> None:
-        key = self.content.pop(block, None)
-        # Two requests may have computed the same prefix at once: only the later block is in the map, and leaves it here.
-        if key is not None and self.block_of.get(key) == block:
-            del self.block_of[key]
 
     def release(self, request: ReplayedRequest) -> None:
         for block in reversed(request.blocks):

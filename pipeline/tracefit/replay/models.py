@@ -10,6 +10,7 @@ from tracefit.errors import DataError
 from tracefit.models.amounts import filled, largest
 from tracefit.models.describe import STEP_COLUMNS, STEP_INPUTS
 from tracefit.models.evaluate import CompiledModel
+from tracefit.models.formulas import Name
 from tracefit.models.schema import BoundaryModel
 
 if TYPE_CHECKING:
@@ -44,10 +45,12 @@ class FittedStepTimes:
         used = formulas.used(self._compiled.features, inputs) - inputs
         # Values that no step changes are computed once.
         self._constant: dict[str, Amount] = dict(server)
-        self._formulas = []
+        self._formulas, self._aliases = [], []
         for name in (n for n in formulas.nodes if n in used):
             if formulas.needs[name] <= self._constant.keys():
                 self._constant[name] = formulas.computation(name)(self._constant)
+            elif isinstance(node := formulas.nodes[name], Name) and node.name in STEP_INPUTS:
+                self._aliases.append((name, node.name))
             else:
                 self._formulas.append((name, formulas.computation(name)))
 
@@ -64,6 +67,8 @@ class FittedStepTimes:
 
     def _amount(self, batch: StepBatch, context_tokens: Amount) -> Amount:
         values = self._constant | _described(batch, context_tokens)
+        for name, given in self._aliases:
+            values[name] = values[given]
         for name, computed in self._formulas:
             values[name] = computed(values)
         return self._compiled.amount(values)

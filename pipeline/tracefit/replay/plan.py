@@ -169,8 +169,10 @@ class _Recorder:
         return time
 
     def decoding(self, batch: StepBatch, steps: int, growth: float) -> Vector:
-        times = self.factor * self.times.decoding(batch, steps, growth)
-        self.batches.append((batch, float(times.mean())))
+        times = self.times.decoding(batch, steps, growth)
+        if self.factor != 1:
+            times = self.factor * times
+        self.batches.append((batch, float(np.add.reduce(times)) / steps))
         return times
 
 

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tracefit.replay.engine import VLLM_RULES, ReplayedRequest, ReplayEngine
+from tracefit.replay.counted import CountedEngine
+from tracefit.replay.engine import VLLM_RULES, ReplayedRequest
 
 if TYPE_CHECKING:
     from tracefit.replay.engine import EngineSettings, SchedulerRules, StepGroup, StepTimeModel
@@ -83,7 +84,7 @@ def replay(
     ]
     # With as many blocks as all requests fill, memory never runs out.
     most = sum(-(-(r.prompt + r.output) // settings.block_size) + 1 for r in requests)
-    engine = ReplayEngine(times, settings, most, rules, shares_prefixes=bool(np.any(prefix)))
+    engine = CountedEngine(times, settings, most, rules, shares_prefixes=bool(np.any(prefix)))
     for at in np.flatnonzero(done).tolist():
         engine.resume(requests[at], int(done[at]))
     order = np.argsort(queued, kind="stable")

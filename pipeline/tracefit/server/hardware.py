@@ -208,7 +208,8 @@ class _Spelling:
 
     gpu: Gpu
     model: str
-    pattern: re.Pattern[str]
+    pattern: str
+    """Compiled when a name is looked up, which few commands do."""
 
 
 def _spelling(row: str) -> _Spelling:
@@ -219,7 +220,7 @@ def _spelling(row: str) -> _Spelling:
     values = {k: json.loads(cell) for k, cell in zip(_VALUE_FIELDS, cells, strict=True) if cell != "-"}
     gpu = Gpu(name=name, **values, confidence="low" if source == "tables" else "high")
     beside = (rf"{word}(?:gi?b?)?" if word.isdigit() else word for word in (*words.split(), *_AROUND))
-    return _Spelling(gpu, model, re.compile(rf"(?:hgx|dgx|tensorcore)*{model}(?:{'|'.join(beside)})*"))
+    return _Spelling(gpu, model, rf"(?:hgx|dgx|tensorcore)*{model}(?:{'|'.join(beside)})*")
 
 
 _SPELLINGS = tuple(map(_spelling, _TABLE.splitlines()))
@@ -243,7 +244,7 @@ def _whole(name: str) -> Gpu | None:
         return CATALOGUE[label]
     key = _key(name)
     listed = (spelling.gpu for spelling in _SPELLINGS if _key(spelling.gpu.name) == key)
-    fitting = (spelling.gpu for spelling in _SPELLINGS if spelling.pattern.fullmatch(key))
+    fitting = (spelling.gpu for spelling in _SPELLINGS if re.fullmatch(spelling.pattern, key))
     return next(listed, None) or next(fitting, None)
 
 

@@ -280,9 +280,12 @@ def _owners(spans: pl.DataFrame) -> pl.DataFrame:
 def _digits(rows: pl.DataFrame, *numbers: str) -> pl.Series:
     """Return ids of 64 bits each, one after the other, as hexadecimal digits."""
     ids = rows.select(pl.col(numbers).fill_null(0)).to_numpy().astype(">u8").tobytes()
-    width = pa.binary(8 * len(numbers))
-    digits = pa.FixedSizeBinaryArray.from_buffers(width, rows.height, [None, pa.py_buffer(ids)])
-    return pl.Series(pl.from_arrow(digits.cast(pa.binary())), dtype=pl.Binary).bin.encode("hex")
+    ends = 8 * len(numbers) * np.arange(rows.height + 1)
+    buffers = [None, pa.py_buffer(ends), pa.py_buffer(ids)]
+    digits = pa.Array.from_buffers(pa.large_binary(), rows.height, buffers)
+    # Through a record batch: polars converts a bare array with pyarrow.compute, which takes long to import.
+    frame = pl.DataFrame(pa.record_batch([digits], ["digits"]))
+    return frame["digits"].bin.encode("hex")
 
 
 def _without_repeats(spans: pl.DataFrame) -> pl.DataFrame:
