@@ -136,6 +136,7 @@ MODULES = {
     "opentelemetry-proto": "opentelemetry",
     "protobuf": "google",
     "pyyaml": "yaml",
+    "scikit-learn": "sklearn",
     "googleapis-common-protos": "google",
     "grpcio": "grpc",
     "prometheus-client": "prometheus_client",
