@@ -9,6 +9,7 @@ fit finds the factor between it and the measured time. `TERM_FORMULAS` are their
 - the visible tokens of a prompt token are, on average, (prefill_context_tokens + prefill_tokens / 2) /
   num_prefill_reqs, and those of a generated token context_tokens / num_decode_reqs; the exact value is a sum
   over requests, which is equal if they are alike. A layer with a window sees no more tokens than that.
+  Where a cached entry stands for several tokens, each of them costs its share of the entry.
 - only the last token of a request goes through the output head. The peak is the fp16 rate; the matrices of
   all layers run at the fp8 rate when the model computes in fp8 and the GPU can.
 - KV heads fewer than ranks are repeated, so that there are min(tp, KV heads) shards of the cache; the latent
@@ -158,7 +159,7 @@ def roofline_formulas(
     all_reduces = arch.all_reduces * arch.hidden * arch.dtype_bytes * 2 * (tp - 1) / tp / link_bytes_per_us
     prompt_tokens, decode_tokens = _HELPERS
 
-    def compute(phase: str, seen: str, flops_of: Callable[[CacheRead], int]) -> str:
+    def compute(phase: str, seen: str, flops_of: Callable[[CacheRead], float]) -> str:
         tokens = f"{phase}_tokens"
         pairs = _visible(readings, seen, lambda reading: flops_of(reading) / flops)
         attention = " + ".join(f"{tokens} * ({visible}) * {number(cost)}" for cost, visible in pairs) or "0"
