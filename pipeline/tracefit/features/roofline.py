@@ -96,6 +96,9 @@ _FILE_DIGITS = 12
 _EXACT_DIGITS = 17
 """Significant digits that identify a float exactly, for training."""
 
+_MOST_COSTS = 3
+"""Different costs of a visible token that a formula lists; with more it would be longer than formulas may be."""
+
 _HELPERS = ("prompt_visible_tokens", "decode_visible_tokens")
 _PCIE_GB_S = 64.0  # PCIe 4.0 x16, both directions added: the slot of GPUs without a direct link
 
@@ -278,16 +281,25 @@ def _visible(
 ) -> list[tuple[float, str]]:
     """Return each cost of a visible token, and a formula of the tokens that one token sees at it.
 
-    The tokens are summed over layers, each no more than its window.
+    The tokens are summed over layers, each no more than its window; the costs of each window are summed instead if they are many.
     """
+
+    def seen(window: int | None) -> str:
+        return tokens if window is None else f"min({tokens}, {window})"
+
     groups: dict[float, Counter[int | None]] = {}
     for reading, n in readings:
         groups.setdefault(cost(reading), Counter())[reading.window] += n
+    if len(groups) > _MOST_COSTS:
+        sums: dict[int | None, float] = {}
+        for reading, n in readings:
+            sums[reading.window] = sums.get(reading.window, 0.0) + n * cost(reading)
+        return [(total, seen(window)) for window, total in sums.items()]
     return [
         (
             one,
             " + ".join(
-                f"{layers} * {tokens if window is None else f'min({tokens}, {window})'}"
+                f"{layers} * {seen(window)}"
                 for window, layers in sorted(
                     windows.items(), key=lambda item: (item[0] is not None, item[0] or 0)
                 )
