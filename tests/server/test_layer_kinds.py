@@ -10,11 +10,13 @@ The source of each names the model on the hub, and the public copy of the file t
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
 
 from tracefit.errors import UsageError
+from tracefit.evaluator import MAX_FORMULA_CHARS
 from tracefit.features.roofline import ROOFLINE_TERMS, roofline_formulas
 from tracefit.server.model_config import parse_architecture
 
@@ -49,6 +51,21 @@ _NEMOTRON_MOE = {
 }
 _MLA = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
 _FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+_V4 = {
+    "expert_dtype": "fp4",
+    "hc_mult": 4,
+    "head_dim": 512,
+    "index_head_dim": 128,
+    "index_n_heads": 64,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 6,
+    "num_hash_layers": 3,
+    "num_nextn_predict_layers": 1,
+    "o_lora_rank": 1024,
+    "qk_rope_head_dim": 64,
+    "quantization_config": _FP8,
+    "sliding_window": 128,
+}
 _MIMO = [int(i not in {0, 47} and (i - 5) % 6 != 0) for i in range(48)]
 _KIMI_FULL = [4, 8, 12, 16, 20, 24, 27]
 
@@ -328,6 +345,41 @@ MODELS = {
         671.0,
         61 * ((512 + 64) * 2 + 128 + 4),
         _Source("deepseek-ai/DeepSeek-V3.2", _AIC),
+    ),
+    # The card: 284 B, 13 B active. A token is cached once in each layer, and is a part of an entry of 4 or 128 tokens in most.
+    "deepseek-v4-flash": (
+        _base("deepseek_v4", 43, 4096, 64, 1, 129280)
+        | _V4
+        | {
+            "compress_ratios": [0, 0] + [4, 128] * 20 + [4, 0],
+            "index_topk": 512,
+            "moe_intermediate_size": 2048,
+            "n_routed_experts": 256,
+            "o_groups": 8,
+            "q_lora_rank": 1024,
+        },
+        284.0,
+        43 * 512 * 2 + 21 * (512 * 2 + 128 + 4) / 4 + 20 * 512 * 2 / 128,
+        _Source(
+            "deepseek-ai/DeepSeek-V4-Flash",
+            "huggingface/transformers, src/transformers/models/deepseek_v4/configuration_deepseek_v4.py",
+        ),
+    ),
+    # The card: 1.6 T, 49 B active.
+    "deepseek-v4-pro": (
+        _base("deepseek_v4", 61, 7168, 128, 1, 129280)
+        | _V4
+        | {
+            "compress_ratios": [128, 128] + [4, 128] * 29 + [4, 0],
+            "index_topk": 1024,
+            "moe_intermediate_size": 3072,
+            "n_routed_experts": 384,
+            "o_groups": 16,
+            "q_lora_rank": 1536,
+        },
+        1600.0,
+        61 * 512 * 2 + 30 * (512 * 2 + 128 + 4) / 4 + 31 * 512 * 2 / 128,
+        _Source("deepseek-ai/DeepSeek-V4-Pro"),
     ),
     # The card: 744 B, 40 B active.
     "glm-5": (
@@ -810,6 +862,7 @@ MODELS = {
 ACTIVE = {
     "nemotron-3-nano-30b-a3b": 3.6,
     "longcat-flash": 27.0,
+    "deepseek-v4-pro": 49.0,
     "mimo-v2-flash": 15.4,
     "gemma-4-26b-a4b": 3.8,
     "dbrx": 36.0,
@@ -846,7 +899,14 @@ def test_active_parameters_are_the_published_ones(read, name):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_every_model_has_every_term_of_the_roofline(read, gpu, name):
-    assert ROOFLINE_TERMS[0] in roofline_formulas(read(name), gpu, tp=1)
+    # Rates that make every number as long as numbers are.
+    slow = replace(
+        gpu, compute_tflops_fp16=989.7 / 7, compute_tflops_fp8=1979.3 / 7, memory_bandwidth_gb_s=3352.1 / 7
+    )
+    formulas = roofline_formulas(read(name), slow, tp=1, digits=17)
+
+    assert ROOFLINE_TERMS[0] in formulas
+    assert max(map(len, formulas.values())) <= MAX_FORMULA_CHARS
 
 
 def test_a_model_without_attention_has_no_kv_cache(read, gpu):
@@ -900,6 +960,107 @@ def test_an_indexer_reads_all_tokens_and_its_attention_the_chosen_ones(read, gpu
     assert formulas["decode_kv_read_us"] == (
         "num_decode_reqs * (61 * min(decode_visible_tokens, 2048)) * 1.152 + num_decode_reqs * (61 * decode_visible_tokens) * 0.132"
     )
+
+
+_SMALL_V4 = _base("deepseek_v4", 4, 8, 4, 1, 100) | {
+    "compress_ratios": [0, 4, 128, 4, 0],
+    "expert_dtype": "fp4",
+    "hc_mult": 2,
+    "head_dim": 6,
+    "index_head_dim": 4,
+    "index_n_heads": 2,
+    "index_topk": 10,
+    "moe_intermediate_size": 7,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "num_hash_layers": 1,
+    "num_nextn_predict_layers": 1,
+    "o_groups": 2,
+    "o_lora_rank": 3,
+    "q_lora_rank": 5,
+    "qk_rope_head_dim": 2,
+    "quantization_config": _FP8,
+    "sliding_window": 16,
+}
+
+
+def _small_v4(**changes):
+    return parse_architecture(json.dumps(_SMALL_V4 | changes), where="config.json")
+
+
+def test_compressed_attention_counts_each_of_its_matrices():
+    arch = _small_v4()
+    # Queries through 5, one vector of 6 as key and value, 2 groups of heads to 3 each, and 2 · 3 to the hidden vector.
+    usual = 5 * (8 + 4 * 6) + 8 * 6 + 4 * 6 * 3 + 2 * 3 * 8
+    # A vector and its weights; with an indexer twice, as are its keys, and a weight of each of its heads, whose queries come from the 5.
+    plain_128, plain_4 = 2 * 8 * 6, 2 * 2 * 8 * (6 + 4) + 8 * 2
+    attention = 4 * usual + plain_128 + 2 * (plain_4 + 5 * 2 * 4)
+    # Two hidden vectors: before attention and before the experts, (2 + 2) · 2 weights of 2 · 8 elements, and 2 at the end.
+    hyper = 4 * 2 * (2 + 2) * 2 * 2 * 8 + 2 * 2 * 8
+    expert, router = 3 * 8 * 7, 4 * 8
+
+    assert arch.parameters == 2 * 100 * 8 + attention + hyper + 4 * (router + (1 + 4) * expert)
+    assert arch.active_parameters == 2 * 100 * 8 + attention + hyper + 4 * (router + (1 + 2) * expert)
+    # Matrices that make entries stay in 16 bits, as the router does; experts have 4 bits and a scale for each 32.
+    plain = plain_128 + 2 * plain_4
+    fixed = attention - plain + hyper + 4 * expert + 2 * (plain + 4 * router + 100 * 8)
+    assert arch.fixed_weight_bytes == fixed
+    assert arch.weight_bytes == fixed + 4 * 4 * expert * 0.53125 + 2 * 100 * 8
+
+
+def test_compressed_attention_reads_entries_beside_the_last_tokens(gpu):
+    arch = _small_v4()
+    formulas = roofline_formulas(arch, gpu, tp=1)
+
+    # 4 heads over one vector of 6, twice; an entry of 4 tokens costs each a fourth, and 10 chosen ones are 40 tokens.
+    pair, vector, key = 2 * 4 * (6 + 6), 6 * 2, 4 + 4
+    assert dict(arch.readings(1)) == {
+        (16, pair, pair, vector, 1): 4,
+        (40, pair / 4, pair / 4, vector / 4, 1): 2,
+        (None, 2 * 2 * 4 / 4, 2 * 2 * 4 / 4, key / 4, 1): 2,
+        (None, pair / 128, pair / 128, vector / 128, 1): 1,
+    }
+    assert formulas["decode_kv_read_us"] == (
+        "num_decode_reqs * (min(decode_visible_tokens, 16)) * 0.048 + num_decode_reqs * (min(decode_visible_tokens, 40)) * 0.006 "
+        "+ num_decode_reqs * (decode_visible_tokens) * 0.00409375"
+    )
+    assert arch.kv_bytes_per_token == 4 * vector + 2 * (vector + key) / 4 + vector / 128
+    # Ranks do not divide the one vector.
+    assert arch.kv_shards(4) == 1
+    assert (arch.attention, arch.layer_windows) == ("MQA", (16, None, None, None))
+
+
+def test_compressed_layers_are_read_by_their_names_too():
+    sparse = "compressed_sparse_attention"
+    names = [WINDOW, sparse, "heavily_compressed_attention", sparse]
+    named = {"compress_ratios": None, "layer_types": names, "mlp_layer_types": ["hash_moe"] + ["moe"] * 3}
+
+    assert _small_v4(**named).stack == _small_v4().stack
+    assert _small_v4(compress_ratios=[1, 4, 128, 4]).stack == _small_v4().stack
+    changed = _small_v4(**named, compress_rates={sparse: 8})
+    assert [a.compressed.ratio for layer in changed.stack for a in layer.attentions] == [1, 8, 128, 8]
+    assert changed.stack[1].attentions[0].indexed_tokens == 80
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"compress_ratios": [0, 2, 128, 4]}, "compress_ratios has layers 2, which is not supported"),
+        ({"compress_ratios": [0, 4, 128]}, "compress_ratios must be a list of 4 items"),
+        ({"compress_ratios": 4}, "compress_ratios must be a list of 4 items"),
+        ({"compress_ratios": None}, "compress_ratios is missing"),
+        ({"layer_types": [FULL] * 4}, "layer_types has layers full_attention, which is not supported"),
+        ({"o_groups": 3}, "o_groups 3 or num_key_value_heads 1 does not divide num_attention_heads 4"),
+        ({"o_lora_rank": None}, "o_lora_rank is missing"),
+        ({"index_topk": None}, "index_topk is missing"),
+        ({"compress_rates": {"heavily_compressed_attention": 1}}, "heavily_compressed_attention must be"),
+        ({"kv_source_layer_ids": [2]}, "kv_source_layer_ids is not understood"),
+    ],
+)
+def test_compressed_layers_that_are_not_understood_are_refused(changes, message):
+    with pytest.raises(UsageError, match=message):
+        _small_v4(**changes)
 
 
 def test_layers_that_share_keys_and_values_read_them_and_write_none(read, gpu):

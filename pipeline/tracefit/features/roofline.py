@@ -9,6 +9,7 @@ fit finds the factor between it and the measured time. `TERM_FORMULAS` are their
 - the visible tokens of a prompt token are, on average, (prefill_context_tokens + prefill_tokens / 2) /
   num_prefill_reqs, and those of a generated token context_tokens / num_decode_reqs; the exact value is a sum
   over requests, which is equal if they are alike. A layer with a window sees no more tokens than that.
+  Where a cached entry stands for several tokens, each of them costs its share of the entry.
 - only the last token of a request goes through the output head. The peak is the fp16 rate; the matrices of
   all layers run at the fp8 rate when the model computes in fp8 and the GPU can.
 - KV heads fewer than ranks are repeated, so that there are min(tp, KV heads) shards of the cache; the latent
@@ -95,6 +96,9 @@ _FILE_DIGITS = 12
 _EXACT_DIGITS = 17
 """Significant digits that identify a float exactly, for training."""
 
+_MOST_COSTS = 3
+"""Different costs of a visible token that a formula lists; with more it would be longer than formulas may be."""
+
 _HELPERS = ("prompt_visible_tokens", "decode_visible_tokens")
 _PCIE_GB_S = 64.0  # PCIe 4.0 x16, both directions added: the slot of GPUs without a direct link
 
@@ -158,7 +162,7 @@ def roofline_formulas(
     all_reduces = arch.all_reduces * arch.hidden * arch.dtype_bytes * 2 * (tp - 1) / tp / link_bytes_per_us
     prompt_tokens, decode_tokens = _HELPERS
 
-    def compute(phase: str, seen: str, flops_of: Callable[[CacheRead], int]) -> str:
+    def compute(phase: str, seen: str, flops_of: Callable[[CacheRead], float]) -> str:
         tokens = f"{phase}_tokens"
         pairs = _visible(readings, seen, lambda reading: flops_of(reading) / flops)
         attention = " + ".join(f"{tokens} * ({visible}) * {number(cost)}" for cost, visible in pairs) or "0"
@@ -277,16 +281,25 @@ def _visible(
 ) -> list[tuple[float, str]]:
     """Return each cost of a visible token, and a formula of the tokens that one token sees at it.
 
-    The tokens are summed over layers, each no more than its window.
+    The tokens are summed over layers, each no more than its window; the costs of each window are summed instead if they are many.
     """
+
+    def seen(window: int | None) -> str:
+        return tokens if window is None else f"min({tokens}, {window})"
+
     groups: dict[float, Counter[int | None]] = {}
     for reading, n in readings:
         groups.setdefault(cost(reading), Counter())[reading.window] += n
+    if len(groups) > _MOST_COSTS:
+        sums: dict[int | None, float] = {}
+        for reading, n in readings:
+            sums[reading.window] = sums.get(reading.window, 0.0) + n * cost(reading)
+        return [(total, seen(window)) for window, total in sums.items()]
     return [
         (
             one,
             " + ".join(
-                f"{layers} * {tokens if window is None else f'min({tokens}, {window})'}"
+                f"{layers} * {seen(window)}"
                 for window, layers in sorted(
                     windows.items(), key=lambda item: (item[0] is not None, item[0] or 0)
                 )

@@ -63,12 +63,29 @@ class LatentAttention:
 
 
 @dataclass(frozen=True, slots=True)
+class CompressedAttention:
+    """Sizes of attention that caches one vector as key and value, and one for several tokens (DeepSeek-V4).
+
+    Attributes:
+        output_groups: Groups of heads; each is projected by itself before one matrix joins them.
+        output_rank: Width that the output of each group is projected to.
+        ratio: Tokens that one cached entry stands for; 1 where every token has its own.
+        recent_tokens: Last tokens that it reads one by one beside the entries; 0 where it reads no entries of several.
+    """
+
+    output_groups: int
+    output_rank: int
+    ratio: int = 1
+    recent_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Indexer:
     """The small attention that chooses which cached tokens the attention of its layer reads (DeepSeek-V3.2).
 
     Attributes:
         heads: Its query heads.
-        head_dim: Width of a query head, and of the one key that it caches per token.
+        head_dim: Width of a query head, and of the one key that it caches per token, or per entry of several.
     """
 
     heads: int
@@ -76,16 +93,16 @@ class Indexer:
 
     @property
     def cached_bytes(self) -> int:
-        """Bytes cached per token: a key in fp8 and its scales."""
+        """Bytes cached per token or entry: a key in fp8 and its scales."""
         return self.head_dim + 4 * -(-self.head_dim // _INDEX_SCALE_ELEMENTS)
 
 
 class CacheRead(NamedTuple):
-    """One kind of read of cached tokens: how far back it goes, and what a token in reach costs."""
+    """One kind of read of cached tokens: how far back it goes, and what a token in reach costs; that is a share where an entry stands for several."""
 
     window: int | None
-    prefill_pair_flops: int
-    decode_pair_flops: int
+    prefill_pair_flops: float
+    decode_pair_flops: float
     cached_bytes: float
     shards: int
 
@@ -103,10 +120,11 @@ class Attention:
         gated: A gate as wide as the output multiplies it.
         query_rank: Width queries are compressed to, outside latent attention; None for none.
         latent: Sizes of latent attention; None for every other kind.
+        compressed: Sizes of compressed attention; None for every other kind.
         indexer: The indexer that chooses the tokens to read; None reads all.
         indexed_tokens: How many tokens are chosen, whether by this layer's indexer or an earlier one's; None is all.
         is_cached: It has keys and values of its own; otherwise it reads those of an earlier layer.
-        keys_are_values: One matrix makes keys and values, which are both cached.
+        keys_are_values: One matrix makes keys and values, which are both cached, except in compressed attention.
     """
 
     heads: int
@@ -117,6 +135,7 @@ class Attention:
     gated: bool = False
     query_rank: int | None = None
     latent: LatentAttention | None = None
+    compressed: CompressedAttention | None = None
     indexer: Indexer | None = None
     indexed_tokens: int | None = None
     is_cached: bool = True
@@ -141,8 +160,11 @@ class Attention:
 
     def parameters(self, hidden: int) -> int:
         """Return the parameters of its matrices."""
-        output = self.heads * self.value_width * hidden
-        matrices = output * (1 + self.gated)
+        width = self.heads * self.value_width
+        matrices = width * hidden * (1 + self.gated)
+        if (grouped := self.compressed) is not None:
+            # A matrix for each group of heads, all together as wide as the heads, and one that joins the groups.
+            matrices = grouped.output_rank * (width + grouped.output_groups * hidden)
         if self.latent is None:
             # Not hidden: Qwen3-30B-A3B has heads of 128 where hidden / heads is 64.
             queries, rank = self.heads * self.head_dim, self.query_rank
@@ -150,7 +172,9 @@ class Attention:
             if self.is_cached:
                 values = 0 if self.keys_are_values else self.value_width
                 matrices += hidden * self.kv_heads * (self.head_dim + values)
-            return matrices
+            if self.indexer is not None:
+                matrices += (rank or hidden) * self.indexer.heads * self.indexer.head_dim
+            return matrices + self.unquantized_parameters(hidden)
         mla = self.latent
         queries = self.heads * mla.qk_head_dim
         matrices += hidden * queries if mla.q_lora_rank is None else mla.q_lora_rank * (hidden + queries)
@@ -164,18 +188,35 @@ class Attention:
             matrices += hidden * (self.indexer.head_dim + self.indexer.heads)
         return matrices
 
+    def unquantized_parameters(self, hidden: int) -> int:
+        """Return the parameters of its matrices that no method quantizes: those that make entries of several tokens, and weights of their indexer's heads."""
+        if self.compressed is None or self.compressed.ratio == 1:
+            return 0
+        # Vectors and their weights in an entry. Entries that an indexer chooses are of twice as many tokens, so that
+        # they overlap, and have a second pair for the tokens before; the keys of the indexer are made alike.
+        if (chosen := self.indexer) is None:
+            return 2 * hidden * self.head_dim
+        return 2 * 2 * hidden * (self.head_dim + chosen.head_dim) + hidden * chosen.heads
+
     @property
     def elements(self) -> int:
-        """Elements of keys and values of one token, cached here or by an earlier layer."""
+        """Elements of keys and values of one token or entry, cached here or by an earlier layer."""
         if self.latent is not None:
             return self.latent.cached_elements
-        return self.kv_heads * (self.head_dim + self.value_width)
+        return self.kv_heads * (self.head_dim + (0 if self.compressed else self.value_width))
+
+    @property
+    def _ratio(self) -> int:
+        """Tokens that one cached entry stands for."""
+        return self.compressed.ratio if self.compressed else 1
 
     def cached_bytes(self, kv_bytes: float) -> float:
-        """Return the bytes that one token adds to the cache."""
+        """Return the bytes that one token adds to the cache: its own, for layers that read it, and its share of an entry of several."""
         if not self.is_cached:
             return 0.0
-        return self.elements * kv_bytes + (self.indexer.cached_bytes if self.indexer else 0)
+        own = self.elements * kv_bytes if self._ratio > 1 else 0.0
+        entry = self.elements * kv_bytes + (self.indexer.cached_bytes if self.indexer else 0)
+        return own + entry / self._ratio
 
     def kv_shards(self, tp: int) -> int:
         """Into how many parts its KV cache is divided under tensor parallelism.
@@ -186,7 +227,7 @@ class Attention:
 
     @property
     def prefill_pair_flops(self) -> int:
-        """FLOPs of one (query token, visible token) pair of a prefill.
+        """FLOPs of one (query token, visible token or entry) pair of a prefill.
 
         Scores and weighted values take 2·heads·width each; MLA prefills with its keys and values expanded.
         """
@@ -195,7 +236,7 @@ class Attention:
 
     @property
     def decode_pair_flops(self) -> int:
-        """FLOPs of one (query token, cached token) pair of a decode.
+        """FLOPs of one (query token, cached token or entry) pair of a decode.
 
         MLA decodes on the latent itself: scores over latent and position, values over the latent.
         """
@@ -205,14 +246,28 @@ class Attention:
         return 2 * self.heads * (self.latent.cached_elements + self.latent.kv_lora_rank)
 
     def readings(self, kv_bytes: float, tp: int) -> tuple[CacheRead, ...]:
-        """Return what it reads of the cache: keys and values in its reach, and the keys of an indexer, of all tokens."""
+        """Return what it reads of the cache: keys and values in its reach, the last tokens beside entries of several, and the keys of an indexer, of all tokens."""
         reaches = [n for n in (self.window, self.indexed_tokens) if n is not None]
         flops = self.prefill_pair_flops, self.decode_pair_flops
+        recent = self.compressed.recent_tokens if self.compressed else 0
         main = CacheRead(min(reaches, default=None), *flops, self.elements * kv_bytes, self.kv_shards(tp))
-        if self.indexer is None:
-            return (main,)
-        scores = 2 * self.indexer.heads * self.indexer.head_dim
-        return (main, CacheRead(None, scores, scores, float(self.indexer.cached_bytes), 1))
+        reads = [_per_token(main, self._ratio)]
+        if recent:
+            reads.append(main._replace(window=recent))
+        if self.indexer is not None:
+            scores = 2 * self.indexer.heads * self.indexer.head_dim
+            keys = CacheRead(None, scores, scores, float(self.indexer.cached_bytes), 1)
+            reads.append(_per_token(keys, self._ratio))
+        return tuple(reads)
+
+
+def _per_token(entry: CacheRead, ratio: int) -> CacheRead:
+    """Return the read of a token from that of an entry, whose cost `ratio` tokens share."""
+    return entry._replace(
+        prefill_pair_flops=entry.prefill_pair_flops / ratio,
+        decode_pair_flops=entry.decode_pair_flops / ratio,
+        cached_bytes=entry.cached_bytes / ratio,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -511,13 +566,14 @@ class ModelArchitecture:
         moe = layer.experts
         # Into the experts' vector and out of it.
         latent = 2 * self.hidden * moe.latent if moe is not None and moe.latent else 0
+        plain = sum(attention.unquantized_parameters(self.hidden) for attention in layer.attentions)
         return {
-            "attention": sum(attention.parameters(self.hidden) for attention in layer.attentions),
+            "attention": sum(attention.parameters(self.hidden) for attention in layer.attentions) - plain,
             "state": layer.state.parameters if layer.state else 0,
             "ffn": sum(map(self.ffn_parameters, layer.ffns)) + layer.other,
             "shared": (self.ffn_parameters(moe.shared_ffn) + latent) if moe else 0,
             # The router stays in the model's data type under every quantization method, as embeddings do.
-            "router": self.hidden * (moe.count + moe.idle) if moe else 0,
+            "router": (self.hidden * (moe.count + moe.idle) if moe else 0) + plain,
         }
 
     @cached_property

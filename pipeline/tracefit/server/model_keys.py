@@ -75,11 +75,16 @@ LIGHTNING = frozenset(
 )
 """States are those of lightning attention, with the heads of the other layers' attention."""
 
+COMPRESSED = frozenset(["deepseek_v4"])
+"""Each layer has attention in a window, and most read entries of several tokens too. Sources: transformers' `modeling_deepseek_v4`, vLLM's
+`deepseek_v4_attention` and `deepseek_compressor`."""
+
 SINGLE_PART = frozenset(["nemotron_h"])
 """Each layer is one part: a state, attention, an FFN or experts."""
 
 KNOWN = frozenset().union(
     *(UNGATED, TIED, GATED, WINDOWED, ALTERNATING, GATED_ATTENTION, BESIDE, ONLY_STATES, DOUBLE, LIGHTNING),
+    COMPRESSED,
     ("chatglm", "kimi_k2", "llama", "llama4", "olmo2", "olmo3", "seed_oss", "smollm3"),
     ("bailing_moe", "bailing_moe_v2", "dbrx", "dots1", "ernie4_5", "ernie4_5_moe", "hunyuan_v1_moe", "step3"),
     ("exaone4", "exaone4_5", "hunyuan_v1_dense", "laguna", "mimo", "ministral3", "step3p5"),

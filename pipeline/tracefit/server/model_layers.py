@@ -11,11 +11,20 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from tracefit.server.architecture import Attention, Experts, Indexer, LatentAttention, Layer, LayerState
+from tracefit.server.architecture import (
+    Attention,
+    CompressedAttention,
+    Experts,
+    Indexer,
+    LatentAttention,
+    Layer,
+    LayerState,
+)
 from tracefit.server.documents import excerpt
 from tracefit.server.model_keys import (
     ALTERNATING,
     BESIDE,
+    COMPRESSED,
     DOUBLE,
     FFN,
     GATED_ATTENTION,
@@ -47,6 +56,7 @@ _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_exp
 _EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_topk", "top_k_experts", "num_experts_per_token", "moe_k")
 _SHARED_EXPERTS = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
 _SHARED_WIDTH = ("shared_expert_intermediate_size", "shared_intermediate_size", "share_expert_dim")
+_SPARSE = ("sparse", "moe", "hash_moe")  # DeepSeek-V4 has the last two: its first layers choose by token
 _GATES = ("attn_output_gate", "attention_output_gate", "mla_use_output_gate")
 
 _READ = frozenset(
@@ -90,6 +100,9 @@ _READ = frozenset(
     }
 )
 """Keys that `read_layers` reads, of those that show kinds of layers."""
+
+_READ_IF_COMPRESSED = frozenset({"compress_ratios", "o_groups"})
+"""Keys that it reads of families with compressed attention only."""
 
 
 class Stack(NamedTuple):
@@ -145,7 +158,7 @@ def read_layers(config: Config, hidden: int) -> Stack:
     experts = _experts(config, count, kinds)
     check_understood(
         config,
-        read=_READ,
+        read=_READ | _READ_IF_COMPRESSED if config.family in COMPRESSED else _READ,
         # A model that states none, or none of whose layers has any, is dense.
         has_experts=any(experts) or config.find(*_EXPERTS) is not None,
         has_states=kinds.stated or any(mix.state for mix in kinds.mixes),
@@ -202,6 +215,10 @@ _LAYER_KINDS = _STATE_KINDS | _FULL_KINDS | _WINDOW_KEYS.keys() | _PARTS.keys()
 
 def _kinds(config: Config, count: int) -> _Kinds:
     """Return the kind of each layer, by the first key that says it."""
+    if config.family in COMPRESSED:
+        window = config.required("sliding_window", most=MOST_ROWS)
+        kinds = _compressed_kinds(config, count)
+        return _Kinds([_Mix(True, window if kind == "sliding_attention" else None) for kind in kinds])
     for key, read in (
         ("hybrid_override_pattern", _of_letters),
         ("layers_block_type", _of_names),
@@ -318,6 +335,34 @@ def _of_groups(config: Config, key: str, count: int) -> _Kinds:
     return _Kinds([_FULL if (i + 1) % size == 0 or i >= whole else _STATE for i in range(count)])
 
 
+_COMPRESSED_KINDS = {
+    "sliding_attention": 1,
+    "compressed_sparse_attention": 4,
+    "heavily_compressed_attention": 128,
+}
+"""Tokens that a cached entry stands for by kind of layer, where `compress_rates` does not say otherwise."""
+
+_CHOOSING = "compressed_sparse_attention"
+"""The kind of layer whose indexer chooses the entries to read."""
+
+
+def _compressed_kinds(config: Config, count: int) -> Sequence[str]:
+    """DeepSeek-V4: return the name of each layer's kind, from names or from its ratio of tokens to entries."""
+    key = "compress_ratios" if config.get("layer_types") is None else "layer_types"
+    listed = config.get(key)
+    if listed is None:
+        raise config.missing(key, "layer_types")
+    # Layers of multi-token prediction come last.
+    extra = config.integer("num_nextn_predict_layers", least=0) or 0
+    if not isinstance(listed, list) or len(listed) not in {count, count + extra}:
+        raise config.fault(f"{key} must be a list of {count} items, one per layer")
+    names = {"0": "sliding_attention"} | {str(ratio): kind for kind, ratio in _COMPRESSED_KINDS.items()}
+    kinds = [names.get(str(item), str(item)) for item in listed[:count]]
+    if unknown := set(kinds) - _COMPRESSED_KINDS.keys():
+        raise config.not_understood(key, f"has layers {excerpt(min(unknown))}, which is not supported")
+    return kinds
+
+
 def _windows(config: Config, count: int) -> Sequence[int | None]:
     """Return how far back each layer reads, None for all, in a model whose every layer has attention."""
     if config.family == "llama4" or config.get("attention_chunk_size") is not None:
@@ -396,6 +441,8 @@ def _attentions(config: Config, hidden: int, count: int) -> Callable[[int, int |
         return latent_of
     kv_heads = _kv_heads(config, heads, count)
     head_dim = _head_dim(config, hidden, heads[0])
+    if config.family in COMPRESSED:
+        return _compressed(config, heads, kv_heads, head_dim)
     value_dim = config.integer("v_head_dim")
     query_rank = config.integer("share_q_dim")
     cached = _cached(config, count)
@@ -430,6 +477,49 @@ def _attentions(config: Config, hidden: int, count: int) -> Callable[[int, int |
                 f"num_key_value_heads {changed.kv_heads} does not divide num_attention_heads {changed.heads}"
             )
         return changed
+
+    return attention_of
+
+
+def _compressed(
+    config: Config, heads: Sequence[int], kv_heads: Sequence[int], head_dim: int
+) -> Callable[[int, int | None], Attention]:
+    """DeepSeek-V4: one vector is key and value; most layers read entries of several tokens, all or the chosen ones, beside a window."""
+    kinds = _compressed_kinds(config, len(heads))
+    rates = config.section("compress_rates")
+    ratios = {
+        kind: (rates and usual > 1 and rates.integer(kind, least=2, most=MOST_ROWS)) or usual
+        for kind, usual in _COMPRESSED_KINDS.items()
+    }
+    window, rank = config.required("sliding_window", most=MOST_ROWS), config.required("q_lora_rank")
+    groups, output_rank = config.required("o_groups", most=MOST_HEADS), config.required("o_lora_rank")
+    indexer, topk, _ = _indexer(config, len(heads))
+    if topk is None and _CHOOSING in kinds:
+        raise config.missing("index_topk")
+
+    def attention_of(i: int, own_window: int | None) -> Attention:
+        if heads[i] % groups or heads[i] % kv_heads[i]:
+            raise config.fault(
+                f"o_groups {groups} or num_key_value_heads {kv_heads[i]} does not divide num_attention_heads {heads[i]}"
+            )
+        ratio, chooses = ratios[kinds[i]], kinds[i] == _CHOOSING
+        return Attention(
+            heads=heads[i],
+            kv_heads=kv_heads[i],
+            head_dim=head_dim,
+            window=own_window,
+            query_rank=rank,
+            compressed=CompressedAttention(
+                output_groups=groups,
+                output_rank=output_rank,
+                ratio=ratio,
+                recent_tokens=0 if own_window else window,
+            ),
+            indexer=indexer if chooses else None,
+            # It chooses entries.
+            indexed_tokens=topk * ratio if chooses and topk else None,
+            keys_are_values=True,
+        )
 
     return attention_of
 
@@ -679,12 +769,12 @@ def _moe_layer_ids(config: Config, count: int) -> Sequence[int]:
         if (
             not isinstance(types, list)
             or len(types) != count
-            or not all(t in ("dense", "sparse") for t in types)
+            or not all(t in ("dense", *_SPARSE) for t in types)
         ):
             raise config.not_understood(
                 "mlp_layer_types", f"must be a list of {count} names, dense or sparse"
             )
-        return [i for i, kind in enumerate(types) if kind == "sparse"]
+        return [i for i, kind in enumerate(types) if kind in _SPARSE]
     if config.get("expert_layer_period") is not None:
         chosen = _periodic(config, "expert_layer_period", "expert_layer_offset", count)
         return [i for i, one in enumerate(chosen) if one]
@@ -761,11 +851,15 @@ def _stated_widths(config: Config, hidden: int, count: int, has_experts: bool) -
 
 
 def _beside(config: Config, hidden: int, count: int) -> tuple[int, int, int]:
-    """Return what Gemma 3n and 4 have beside attention and FFNs: parameters of each layer, of the model, and of lookups.
+    """Return what Gemma 3n and 4 and DeepSeek-V4 have beside attention and FFNs: parameters of each layer, of the model, and of lookups.
 
     Every layer has an embedding of its own, which two matrices join to the hidden vector, and a matrix from it; Gemma 3n also has a
-    low-rank matrix beside attention, and makes several hidden vectors of one and one of several.
+    low-rank matrix beside attention, and makes several hidden vectors of one and one of several. DeepSeek-V4 has several hidden vectors:
+    a matrix before attention and one before the experts give weights to join, divide and mix them, and a last one to join them.
     """
+    if config.family in COMPRESSED:
+        several = config.required("hc_mult", most=64)
+        return 2 * (2 + several) * several * several * hidden, several * several * hidden, 0
     width = config.integer("hidden_size_per_layer_input", least=0) or 0
     rank = config.integer("laurel_rank", least=0) or 0
     copies = config.integer("altup_num_inputs", least=0, most=64) or 1
