@@ -203,6 +203,28 @@ def roofline_formulas(
     }
 
 
+def matrix_formulas(
+    arch: ModelArchitecture, gpu: Gpu, *, tp: int, digits: int = _FILE_DIGITS
+) -> dict[str, str]:
+    """Return the compute of a step by kind: matrices and attention of prompt tokens, and matrices of generated ones, in us at the GPU's peak.
+
+    Formulas over `ROOFLINE_COLUMNS` and the helpers of `roofline_formulas`.
+    """
+    number = partial(number_text, digits=digits)
+    flops = gpu.compute_tflops_fp16 * 1e6 * tp
+    fp8_flops = gpu.compute_tflops_fp8 * 1e6 * tp if arch.fp8_compute and gpu.compute_tflops_fp8 else flops
+    matrix, head = arch.layer_flops_per_token / fp8_flops, arch.head_flops_per_token / flops
+    pairs = _visible(arch.readings(tp), _HELPERS[0], lambda reading: reading.prefill_pair_flops / flops)
+    return {
+        "prompt_matrix_us": f"prefill_tokens * {number(matrix)} + min(num_prefill_reqs, prefill_tokens) * {number(head)}",
+        "prompt_attention_us": " + ".join(
+            f"prefill_tokens * ({visible}) * {number(cost)}" for cost, visible in pairs
+        )
+        or "0",
+        "decode_matrix_us": f"decode_tokens * {number(matrix + head)}",
+    }
+
+
 LEAST_TIME = "least_us"
 """Column that `with_least_time` adds."""
 

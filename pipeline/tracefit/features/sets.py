@@ -399,6 +399,36 @@ LINE = FeatureSet(
 LINES = (LINE, replace(LINE, name="line+sizes", features=(*LINE.features, *_size_classes())))
 """The same with corrections by the size of the batch."""
 
+_PROMPT = "min(1, num_prefill_reqs)"
+MOST_CAPTURED = 512
+"""Tokens up to which vLLM captures the pieces of a step with prompts as CUDA graphs: more of its launches are then the GPU's own."""
+_SMALL = f"min(1, max(0, {MOST_CAPTURED + 1} - (prefill_tokens + decode_tokens)))"
+
+LAW = FeatureSet(
+    "law",
+    _features(f"""\
++ one                     | 1             | work of a step that no size changes
++ kernels                 | kernel        | each kernel starts and ends, however little it computes
++ all_reduces             | all-reduce    | each all-reduce waits for the slowest rank, however little it moves
++ weight_read_us          | us            | time to read the weights that every step needs
++ moe_expert_read_us      | us            | time to read the experts that the batch is expected to use
++ narrow_expert_read_us   | us            | the same for experts of fewer than 8 bits, which are unpacked on the way
++ decode_kv_read_us       | us            | time to read the cache at memory bandwidth
++ prompt_matrix_us        | us            | time for the FLOPs of prompt tokens in matrices at the GPU's peak
++ prompt_attention_us     | us            | time for the FLOPs of prompt tokens in attention at the GPU's peak
++ decode_matrix_us        | us            | time for the FLOPs of generated tokens in matrices at the GPU's peak
++ tp_comm_us              | us            | time of the all-reduces over the link
++ prompt_kernels          | kernel        | a step with prompts runs further kernels | {_PROMPT} * kernels
++ batch_requests          | request       | overhead per request
++ layers_x_graph_requests | layer*request | each layer works on each slot of a captured batch | layers * graph_requests
++ launched_small          | kernel        | launches of a step that is captured in pieces | {_PROMPT} * {_SMALL} * kernels
++ launched_large          | kernel        | launches of a step that is not captured | {_PROMPT} * (1 - {_SMALL}) * kernels
+"""),
+    defining=("prompt_matrix_us",),
+    is_relative=True,
+)
+"""The terms of the law across servers (`features.law`), here as a line of one of them."""
+
 _WORKLOAD = _features("""\
   max_tokens         | token | largest output that the request allows
   prefix_hit_ratio   | ratio | prompt tokens found in the cache need no prefill
@@ -471,7 +501,19 @@ NETWORK = FeatureSet(
 )
 """The part of a client's TTFT outside the server."""
 
-_BUILT_IN = (BATCH, POWER, ROOFLINE, ROOFLINE_MAX, WORK_MAX, *LINES, QUEUE, ADMISSION, DEPARTURE, NETWORK)
+_BUILT_IN = (
+    BATCH,
+    POWER,
+    ROOFLINE,
+    ROOFLINE_MAX,
+    WORK_MAX,
+    *LINES,
+    LAW,
+    QUEUE,
+    ADMISSION,
+    DEPARTURE,
+    NETWORK,
+)
 BUILT_IN: Mapping[str, FeatureSet] = {feature_set.name: feature_set for feature_set in _BUILT_IN}
 """Feature sets by name."""
 

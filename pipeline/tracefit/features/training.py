@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, get_args
 import polars as pl
 
 from tracefit.features.batches import add_batch_terms, batch_formulas
+from tracefit.features.law import law_formulas
 from tracefit.features.roofline import (
     LEAST_TIME,
     ROOFLINE_TERMS,
@@ -22,7 +23,6 @@ from tracefit.features.roofline import (
     add_roofline,
     add_work,
     number_text,
-    roofline_formulas,
     work_formulas,
 )
 from tracefit.features.sets import FeatureSet, add_features
@@ -103,7 +103,7 @@ def definitions(formulas: Iterable[str], context: RunContext) -> dict[str, str]:
     defined |= batch_formulas(context)
     if model is not None:
         defined |= work_formulas(model, tp=tp)
-        defined |= roofline_formulas(model, gpu, tp=tp) if gpu is not None else {}
+        defined |= law_formulas(context) if gpu is not None else {}
     needed: dict[str, str] = {}
     pending = list(formulas)
     for formula in pending:  # it grows on the way: a definition may use further names

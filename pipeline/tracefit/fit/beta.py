@@ -17,7 +17,8 @@ import numpy as np
 import polars as pl
 
 from tracefit.features import training
-from tracefit.features.sets import POWER, WORK_MAX, FeatureSet
+from tracefit.features.law import add_law
+from tracefit.features.sets import LAW, POWER, WORK_MAX, FeatureSet
 from tracefit.fit.fitted import (
     PENALTIES,
     DeploymentOptions,
@@ -62,7 +63,7 @@ if TYPE_CHECKING:
     from tracefit.fit.results import PenaltyChoice, TimeSource
     from tracefit.fit.select import Design
     from tracefit.options import BetaTarget
-    from tracefit.server.context import Deployment
+    from tracefit.server.context import Deployment, RunContext
     from tracefit.statistics import Vector
 
 
@@ -158,7 +159,7 @@ def fit_step_times(
     may_hit = REQUEST in sources and context.settings.enable_prefix_caching is not False
     helpers = (*LOAD_FEATURES, *(PROMPT_FEATURES if may_hit else ()))
     every = FeatureSet("offered", (*offered.values(), *helpers))
-    timeline = training.with_roofline(tables.timeline, context)
+    timeline = _with_terms(tables.timeline, context, sets)
     rows = step_frame(tables, timeline, every, training.constants_of(context), time_source)
     rows, whole_prompts = mark_prefix_hits(rows) if may_hit else (rows, {})
     rows, load = with_load(rows)
@@ -209,6 +210,12 @@ def fit_step_times(
         notes=tuple(notes),
     )
     return source, model
+
+
+def _with_terms(timeline: pl.DataFrame, context: RunContext, sets: Sequence[FeatureSet]) -> pl.DataFrame:
+    """Add the columns that the formulas of the sets need."""
+    timeline = training.with_roofline(timeline, context)
+    return add_law(timeline, context) if any(one.name == LAW.name for one in sets) else timeline
 
 
 def _target_facts(

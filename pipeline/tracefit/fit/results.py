@@ -193,7 +193,7 @@ class Overload:
     """Periods with a queue that broke the rule on queues."""
 
 
-LeftOutKind = Literal["run", "model", "gpu", "deployment"]
+LeftOutKind = Literal["run", "model", "gpu", "deployment", "tensor_parallel"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,6 +215,10 @@ class LeftOutErrors:
         interval_coverage_pct: Percent of rows within their prediction interval.
         by_batch_size: Errors of step times of a constant per batch size: the median of the training rows with as many requests,
             or the nearest number; null for runs.
+        nearest: Errors of the most similar of these deployments, its time for the same batches unchanged; null without a law.
+        roofline: Errors of the longer of compute and memory at the rated speed; null without a law.
+        own: Errors of the left-out deployment's own model on its hold-out; null without a law, or where that is not known.
+        by_phase: Errors on steps without and with prompts; empty without a law.
     """
 
     kind: LeftOutKind
@@ -230,6 +234,10 @@ class LeftOutErrors:
     skill: float | None
     interval_coverage_pct: float | None
     by_batch_size: Metrics | None = None
+    nearest: Metrics | None = None
+    roofline: Metrics | None = None
+    own: Metrics | None = None
+    by_phase: dict[str, Metrics] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

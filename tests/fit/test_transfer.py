@@ -1,0 +1,236 @@
+"""Transfer: laws with planted coefficients, found on some servers and asked for on others."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import polars as pl
+import pytest
+
+from tracefit.features.law import BATCH_COLUMNS, LAW, kernels_of
+from tracefit.fit.fitted import target_of
+from tracefit.fit.transfer import (
+    COMPILING,
+    DECODES,
+    PROMPTS,
+    Law,
+    LawRows,
+    as_run_by,
+    calibrate,
+    choose_sources,
+    errors_of,
+    fit_law,
+    leave_out,
+    nearest,
+    prompts_of,
+    unseen_parts,
+)
+from tracefit.fit.validation import measure
+from tracefit.server.context import RunContext, deployment_of
+from tracefit.server.hardware import find_gpu
+from tracefit.server.model_config import parse_architecture
+from tracefit.server.settings import settings_from
+
+DENSE = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "torch_dtype": "bfloat16",
+}
+LARGE = {
+    **DENSE,
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+}
+SPARSE = {
+    **DENSE,
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_experts": 64,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 1024,
+}
+
+TRUTH = {
+    "kernels": 4.0,
+    "weight_read_us": 1.3,
+    "moe_expert_read_us": 1.0,
+    "decode_kv_read_us": 1.4,
+    "prompt_matrix_us": 1.7,
+    "prompt_attention_us": 2.0,
+    "decode_matrix_us": 1.2,
+    "tp_comm_us": 2.0,
+    "batch_requests": 8.0,
+    "launched_small": 15.0,
+    "launched_large": 25.0,
+}
+PLANTED = Law(LAW, tuple(TRUTH.get(term.feature.name, 0.0) for term in LAW))
+
+
+def _context(config=DENSE, gpu="H100", tp=1, **settings):
+    stated = settings_from({"tensor_parallel": tp, "max_num_seqs": 128, **settings}, where="test")
+    return RunContext(stated, parse_architecture(json.dumps(config), where="test"), find_gpu(gpu))
+
+
+def server(
+    config=DENSE, gpu="H100", tp=1, *, law=PLANTED, steps=1200, seed=0, noise=0.02, prompts=0.1, **settings
+):
+    """Return the steps of a server with a planted law."""
+    rng = np.random.default_rng(seed + tp)
+    decodes = rng.integers(1, 100, steps)
+    has_prompt = rng.random(steps) < prompts
+    prefill = np.where(has_prompt, rng.integers(16, 4000, steps), 0)
+    batches = {
+        "num_prefill_reqs": has_prompt.astype(np.int64),
+        "num_decode_reqs": decodes,
+        "prefill_tokens": prefill,
+        "decode_tokens": decodes,
+        "context_tokens": decodes * rng.integers(50, 3000, steps),
+        "prefill_context_tokens": np.zeros(steps, dtype=np.int64),
+    }
+    rows = pl.DataFrame({f"of_{name}": batches[name] for name in BATCH_COLUMNS})
+    context = _context(config, gpu, tp, **settings)
+    terms = as_run_by(rows, context)
+    y = law.predict(terms) * np.exp(noise * rng.standard_normal(steps))
+    known = pl.concat([rows, terms.drop(rows.columns, strict=False)], how="horizontal")
+    named = known.with_columns(
+        y=pl.Series(y), run_id=pl.lit("run"), server=pl.lit("s"), step_id=pl.int_range(steps)
+    )
+    return LawRows(deployment_of(context), named)
+
+
+def _error_pct(law, target):
+    return measure(target_of(target.rows), law.predict(target.rows)).mape_pct
+
+
+@pytest.mark.parametrize(("unseen", "others"), [(2, (1, 4)), (8, (1, 2, 4)), (1, (2, 4))])
+def test_another_tensor_parallelism_is_predicted_as_exactly_as_the_noise_allows(unseen, others):
+    sources = [server(tp=tp) for tp in others]
+    kind, chosen = choose_sources(server(tp=unseen).context, sources)
+    assert (kind, len(chosen)) == ("tensor_parallel", len(others))
+    # The mean error of noise with a standard deviation of 2 % is 1.6 %.
+    assert _error_pct(fit_law(chosen, kind), server(tp=unseen, seed=9)) < 2.5
+
+
+def test_another_gpu_and_another_model_are_predicted_by_the_same_coefficients():
+    sources = [server(gpu="H100"), server(gpu="A100"), server(LARGE, gpu="H100", tp=4)]
+    target = server(gpu="H200")
+    kind, chosen = choose_sources(target.context, sources)
+    assert (kind, len(chosen)) == ("gpu", 3)
+    assert _error_pct(fit_law(chosen, kind), target) < 4
+    target = server(LARGE, gpu="A100", tp=4)
+    kind, chosen = choose_sources(target.context, sources)
+    assert (kind, len(chosen)) == ("model", 1)
+
+
+def test_sources_of_the_same_model_and_gpu_come_before_all_others():
+    sources = [server(tp=1), server(LARGE, tp=2), server(gpu="A100", tp=4)]
+    kind, chosen = choose_sources(_context(tp=8), sources)
+    assert (kind, [one.context.settings.tensor_parallel for one in chosen]) == ("tensor_parallel", [1])
+
+
+def test_a_model_is_the_same_under_another_name():
+    kind, _ = choose_sources(_context(tp=2, model="other/name"), [server(tp=1)])
+    assert kind == "tensor_parallel"
+
+
+def test_every_tensor_parallelism_is_left_out_in_turn_and_its_interval_holds():
+    folds = leave_out([server(tp=tp) for tp in (1, 2, 4, 8)], "tensor_parallel")
+    assert [fold.left_out for fold in folds] == ["tp1", "tp2", "tp4", "tp8"]
+    assert all((fold.errors.mape_pct or 99) < 3 for fold in folds)
+    assert all((fold.coverage_pct or 0) > 85 for fold in folds)
+    assert all((fold.errors.mape_pct or 99) < (fold.nearest.mape_pct or 0) / 5 for fold in folds)
+    expected = errors_of(folds)
+    # 1.645 standard deviations of 2 % hold nine of ten steps.
+    assert 3.0 < expected.of(DECODES) < 6.0
+    assert expected.folds == 4
+
+
+def test_the_worst_of_few_servers_decides_on_the_interval():
+    odd = replace(PLANTED, coefficients=tuple(1.3 * c for c in PLANTED.coefficients))
+    sources = [server(tp=1), server(tp=2), server(tp=4, law=odd)]
+    expected = errors_of(leave_out(sources, "tensor_parallel"))
+    assert expected.of(DECODES) > 15
+    assert expected.sd_log > 0.1
+
+
+def test_one_source_has_no_server_to_leave_out():
+    assert leave_out([server(tp=2)], "tensor_parallel") == ()
+    assert errors_of(()).folds == 0
+
+
+def test_the_nearest_source_has_the_most_similar_weights_to_read():
+    sources = [server(tp=1), server(tp=8)]
+    assert nearest(_context(tp=4), sources) is sources[1]
+
+
+def test_few_steps_of_a_server_draw_the_law_to_it():
+    law = fit_law([server(tp=1), server(tp=4)], "tensor_parallel")
+    slow = {**TRUTH, "kernels": 9.0, "batch_requests": 30.0}
+    planted = replace(PLANTED, coefficients=tuple(slow.get(t.feature.name, 0.0) for t in LAW))
+    target = server(tp=2, law=planted, steps=2000)
+    chosen = replace(target, rows=target.rows[::100])
+    found = calibrate(law, "tensor_parallel", chosen, errors_of(()))
+    assert found.used
+    assert found.before.mape_pct > 15
+    assert found.after.mape_pct < 5
+    assert _error_pct(found.law, target) < 4
+
+
+def test_steps_that_confirm_the_law_leave_it_as_it_is():
+    law = fit_law([server(tp=1), server(tp=2), server(tp=4)], "tensor_parallel")
+    target = server(tp=8, steps=60, noise=0.1)
+    found = calibrate(law, "tensor_parallel", replace(target, rows=target.rows[:20]), errors_of(()))
+    assert not found.used
+    assert found.law is law
+
+
+def test_steps_that_compile_are_left_out_and_counted():
+    law = fit_law([server(tp=1), server(tp=4)], "tensor_parallel")
+    target = server(tp=2, steps=200)
+    slow = target.rows.with_columns(y=pl.when(pl.col("step_id") < 7).then(pl.col("y") * 30).otherwise("y"))
+    found = calibrate(law, "tensor_parallel", replace(target, rows=slow), errors_of(()))
+    assert found.left_out[COMPILING] == 7
+    assert _error_pct(found.law, target) < 3
+
+
+def test_fewer_than_twenty_steps_calibrate_nothing():
+    law = fit_law([server(tp=1)], "tensor_parallel")
+    target = server(tp=2)
+    assert calibrate(law, "tensor_parallel", replace(target, rows=target.rows[:19]), errors_of(())) is None
+
+
+def test_parts_of_a_model_that_no_source_has_are_named():
+    assert unseen_parts(_context(LARGE), [server()]) == ()
+    assert unseen_parts(_context(SPARSE), [server()]) == ("layers with experts", "experts of 16 bits")
+    assert unseen_parts(_context(SPARSE, enable_expert_parallel=True, tp=2), [server(SPARSE)]) == (
+        "expert parallelism",
+    )
+    eight = {**DENSE, "quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic"}}
+    assert "attention weights of 8 bits" in unseen_parts(_context(eight), [server()])
+
+
+def test_kernels_are_counted_by_what_a_layer_does():
+    # Attention runs 7 and a feed-forward network 4, in each of 32 layers; experts 8 instead.
+    assert kernels_of(_context().architecture) == 32 * 11
+    assert kernels_of(_context(SPARSE).architecture) == 32 * 15
+
+
+def test_steps_with_prompts_weigh_at_least_three_tenths():
+    # A law that fits one of them: the other phase is 30 % slower in the truth than the terms allow.
+    rare = server(prompts=0.01, steps=2000)
+    assert 0 < prompts_of(rare.rows).mean() < 0.03
+    law = fit_law([rare], "tensor_parallel")
+    errors = measure(
+        target_of(rare.rows.filter(prompts_of(rare.rows))),
+        law.predict(rare.rows.filter(prompts_of(rare.rows))),
+    )
+    assert errors.mape_pct < 4
+    assert PROMPTS in leave_out([rare, server(tp=2)], "tensor_parallel")[0].by_phase
