@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from tracefit.commands.report import report
     from tracefit.commands.requests import requests
     from tracefit.commands.train import run, train
+    from tracefit.commands.transfer import transfer
     from tracefit.commands.verify import verify
     from tracefit.options import EngineChoice, IngestOptions, LoadOptions, ServerOptions, TrainOptions
 
@@ -54,6 +55,7 @@ _LAZY = {
     "run": "tracefit.commands.train",
     "scan": "tracefit.commands.locate",
     "train": "tracefit.commands.train",
+    "transfer": "tracefit.commands.transfer",
     "verify": "tracefit.commands.verify",
 }
 """Name to the module it is imported from on first use."""
@@ -82,6 +84,7 @@ __all__ = [
     "run",
     "scan",
     "train",
+    "transfer",
     "verify",
 ]
 

@@ -64,8 +64,8 @@ LEXICON = re.compile(
 
 _FORM_SHAPES = {"linear": "LinearModel", "regimes": "RegimesModel", "boundary": "BoundaryModel"}
 _OF_MODEL = (
-    "name:text deployment_id?:text|null origin?:'fitted'|'transferred'|'calibrated' target?:TargetFacts|null estimator?:Estimator|null "
-    "features_left_out?:[OmittedFeature] training?:Training|null validation?:Validation|null "
+    "name:text deployment_id?:text|null origin?:'fitted'|'transferred'|'calibrated' transfer?:Transfer|null "
+    "target?:TargetFacts|null estimator?:Estimator|null features_left_out?:[OmittedFeature] training?:Training|null validation?:Validation|null "
     f"deployment?:DeploymentFacts|null feature_set?:text|null definitions?:{{name:formula}}0-{MAX_TERMS} notes?:[text] "
 )
 _OF_LINE = f"intercept:Number terms:[Term]0-{MAX_TERMS}"
@@ -90,6 +90,13 @@ _SHAPES = {
     "training_range?:bounds|null formula?:formula|null collinear_with?:[name]",
     "Condition": f"any?:[Comparison]0-{MAX_COMPARISONS}|null all?:[Comparison]0-{MAX_COMPARISONS}|null",
     "Comparison": "feature:name op:'<'|'<='|'>'|'>='|'==' value?:number|null feature2?:name|null",
+    "Transfer": "kind:'tensor_parallel'|'model'|'gpu' sources:[text] law?:[LawCoefficient] folds?:integer "
+    "p90_ape_pct?:{text:number} sd_pct?:number coverage_pct?:number|null tested?:bool has_prompts?:bool "
+    "calibration?:CalibrationFacts|null",
+    "LawCoefficient": "feature:name unit:text value:number part:'always'|'memory'|'compute'|'launch' low:number high:number|null prior:number "
+    "left_out_range?:bounds|null",
+    "CalibrationFacts": "runs:[text] steps:integer left_out:{text:integer} used:bool before:Metrics after:Metrics "
+    "own_mape_pct?:number|null own_after_mape_pct?:number|null",
     "TargetFacts": "name?:text|null unit?:'us' definition:text source:text",
     "Estimator": "name:text penalty:text strength:number huber?:number|null chosen_by:text cv_mae?:number|null folds?:integer",
     "OmittedFeature": "feature:text reason:text training_range?:bounds|null collinear_with?:[text]",

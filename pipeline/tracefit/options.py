@@ -320,6 +320,27 @@ PlannedArgument = Annotated[
         positional=True,
     ),
 ]
+SourcesArgument = Annotated[
+    str | Path | Iterable[str | Path],
+    OptionFlag(
+        "Folders that `tracefit run` wrote, of the servers to learn from.",
+        "folders",
+        metavar="OUT...",
+        positional=True,
+    ),
+]
+CalibrateOption = Annotated[
+    str | Path | None,
+    OptionFlag(
+        "Some minutes of traces of the new server, or a folder that run wrote of them: draws the law to its steps.",
+        "calibrate",
+        metavar="TRACES|OUT",
+    ),
+]
+ForceOption = Annotated[
+    bool,
+    OptionFlag("Answer where nothing shows how exact the answer is, with the widest interval.", "force"),
+]
 PredictingArgument = Annotated[
     list[Path],
     OptionFlag("Coefficient files, or a folder that train or run wrote.", "models", positional=True),
@@ -343,6 +364,10 @@ IngestOutOption = Annotated[str | Path, OptionFlag("The tables folder, or its s3
 TrainOutOption = Annotated[
     str | Path,
     OptionFlag("Folder or s3:// or gs:// URL for the models, the evaluation and the report.", "out"),
+]
+TransferOutOption = Annotated[
+    str | Path,
+    OptionFlag("Folder for the models of the new server, the evaluation and the report.", "out"),
 ]
 ReportOutOption = Annotated[str | Path | None, OptionFlag("Folder to write to; FOLDER if not given.", "out")]
 RowsOutOption = Annotated[

@@ -96,6 +96,10 @@ COMMANDS = {
         "--set",
         "num_gpu_blocks=4096",
     ),
+    "transfer": (
+        *("{out}/tables", "--model-config", "{shipped}/../generated/llama-8b-linear/config.json", "--gpu", "H200", "--force"),
+        *("--out", "{out}/new"),
+    ),
     "verify": ("{out}/beta.json", "--tables", "{out}/tables"),
     "export": ("{shipped}", "--to", "csv", "--deployment", "llama-3.1-8b", "--out", "{out}"),
 }
@@ -129,6 +133,8 @@ def test_json_is_what_its_schema_says(tracefit, tmp_path, runs, quick, trained, 
         call("ingest")
     if command == "verify":
         call("train")
+    if command == "transfer":
+        tracefit("ingest", ROOT / "fixtures/generated/llama-8b-linear", "--out", tmp_path / "tables")
     code, out, _ = call(command)
     said = json.loads(out)
     schema = json.loads((ROOT / f"schemas/results/{command.split()[0]}.schema.json").read_text())

@@ -28,6 +28,7 @@ from tracefit.results.models import (
     RunResult,
     SynthResult,
     TrainResult,
+    TransferResult,
     VerifyResult,
 )
 from tracefit.results.plans import PlanResult
@@ -63,6 +64,7 @@ RESULTS: dict[str, Any] = {
     "compare": CompareResult,
     "replay": ReplayResult,
     "plan": PlanResult,
+    "transfer": TransferResult,
     "verify": VerifyResult,
 }
 """Command to the type of its `--json` output."""

@@ -17,6 +17,7 @@ from tracefit.errors import UsageError
 from tracefit.options import (
     BatchOption,
     CachedOption,
+    CalibrateOption,
     ChangesOption,
     ConsumerOption,
     ConsumerVersionOption,
@@ -32,6 +33,7 @@ from tracefit.options import (
     FeaturesOption,
     FigureOption,
     FirstArgument,
+    ForceOption,
     IngestOptions,
     IngestOutOption,
     InspectedArgument,
@@ -61,11 +63,13 @@ from tracefit.options import (
     SecondArgument,
     ServerCountOption,
     ServerOptions,
+    SourcesArgument,
     TablesArgument,
     TablesOption,
     Tolerance,
     TrainOptions,
     TrainOutOption,
+    TransferOutOption,
     VerifiedArgument,
     WaitingOption,
     WorkersOption,
@@ -331,6 +335,33 @@ def plan(
         figure=figure,
         deployment=deployment,
         run=run,
+        progress=terminal,
+    )
+
+
+@command("transfer to {out}", ServerOptions)
+def transfer(
+    terminal: Terminal,
+    folders: SourcesArgument,
+    out: TransferOutOption,
+    calibrate: CalibrateOption = None,
+    *,
+    force: ForceOption = False,
+    **options: Any,
+) -> object:
+    """Predict a server that was never traced, from others.
+
+    Fits a law in time at rated speed to the steps of the sources, measures it on servers left out of them, and writes models, evaluation and
+    report of the new server. A few minutes of its own traces draw the law to it.
+
+    Example: `tracefit transfer out/ --model-config config.json --gpu B300 --tp 2 --out new/`
+    """
+    return tracefit.transfer(
+        folders,
+        out,
+        server=server_options(options),
+        calibrate=calibrate,
+        force=force,
         progress=terminal,
     )
 

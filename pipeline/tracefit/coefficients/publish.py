@@ -145,7 +145,7 @@ def _model(
         "target": model.target,
         "estimator": _estimator(first),
         "features_left_out": fitted.features_left_out,
-        "training": _training(deployment, fitted),
+        "training": training_of(deployment, fitted),
         "validation": model.validation,
         "deployment": facts,
         "feature_set": model.feature_set,
@@ -206,7 +206,8 @@ def _estimator(part: FittedRegime) -> schema.Estimator:
     )
 
 
-def _training(deployment: FittedDeployment, fitted: LinearFit) -> schema.Training:
+def training_of(deployment: FittedDeployment, fitted: LinearFit) -> schema.Training:
+    """Return the rows that a model was fitted on."""
     rows, time = fitted.rows, pl.col("ts_ns")
     ranges = (
         rows.group_by(SERVER)

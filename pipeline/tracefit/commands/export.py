@@ -9,6 +9,7 @@ from tracefit import consumers
 from tracefit.coefficients.files import find_models
 from tracefit.coefficients.models import load
 from tracefit.commands.deployments import deployments_of, load_deployment
+from tracefit.commands.described import NOTE, described_tables
 from tracefit.commands.locate import choose_deployment, trained_tables
 from tracefit.consumers.base import OUT, Source
 from tracefit.errors import DataError, UsageError, known_names
@@ -83,7 +84,9 @@ def export(
     paths = {place_of(out) / name: content for name, content in made.files.items()}
     write_files(paths)
     folder = shlex.quote(str(out).rstrip("/") or "/")
-    usage, *notes = (text.replace(OUT, folder) for text in (made.usage, *made.notes))
+    # A consumer whose form needs no refit takes the coefficient files as they are.
+    described = [NOTE] if _is_described(chosen) and source.has_read else []
+    usage, *notes = (text.replace(OUT, folder) for text in (made.usage, *described, *made.notes))
     return ExportResult(to, chosen.deployment_id, tuple(paths), made.errors, tuple(notes), usage)
 
 
@@ -110,6 +113,8 @@ def _version_of(to: str, version: str | None) -> tuple[int, ...] | None:
 def _trained_on(
     chosen: DeploymentModels, models: Path, tables: str | Path | None
 ) -> tuple[Deployment, DeploymentTables]:
+    if _is_described(chosen):
+        return described_tables(chosen, models if models.is_dir() else models.parent)
     store = trained_tables(models, tables)
     training = chosen.step_model.training
     run_ids = list(training.runs) if training is not None else None
@@ -127,3 +132,8 @@ def _trained_on(
         where=str(store.root),
         hint="give the tables it was trained on",
     )
+
+
+def _is_described(chosen: DeploymentModels) -> bool:
+    """Return whether the model of step times comes from other servers' steps, so that there are no tables of its own."""
+    return chosen.step_model.origin != "fitted"

@@ -21,6 +21,7 @@ from tracefit.commands.recorded import carried, complete_requests, is_whole
 from tracefit.errors import DataError, TracefitError, UsageError, did_you_mean
 from tracefit.models.targets import LATENCIES
 from tracefit.options import (
+    CalibrateOption,
     ChangesOption,
     DeploymentOption,
     FigureOption,
@@ -31,6 +32,7 @@ from tracefit.options import (
     RateOption,
     RunOption,
     ServerCountOption,
+    flag_of,
     named,
 )
 from tracefit.progress import NullProgress
@@ -274,7 +276,7 @@ def _planned(folder: str | Path, deployment: DeploymentModels, asked: _Asked) ->
         replays = published_replays(folder, deployment)
         without = () if replays else (_NOT_REPLAYED,)
         plan_ = replace(plan_, arrivals=requests.arrivals, load=requests.load, notes=(*notes, *without))
-        return _answered(plan_, fleet, asked, _errors(replays, _names(asked, fleet.sample)))
+        return _answered(plan_, fleet, asked, _errors(replays, _names(asked, fleet)))
     except UsageError:
         raise
     except TracefitError as error:
@@ -362,7 +364,7 @@ def rates_of(store: TableStore, models: Models, replays: Sequence[RunReplay]) ->
 
 
 def _answered(plan_: ServerPlan, fleet: Fleet, asked: _Asked, errors: Mapping[str, float]) -> ServerPlan:
-    objectives, names, rate = asked.objectives, _names(asked, fleet.sample), asked.rate
+    objectives, names, rate = asked.objectives, _names(asked, fleet), asked.rate
     servers = asked.servers or max(1, math.ceil((rate or 0.0) / (0.8 * fleet.capacity)))
     curve = curve_of(fleet, servers, errors)
     plan_ = replace(plan_, notes=(*_limits_of(fleet), *plan_.notes))
@@ -470,8 +472,18 @@ def _names_of(sample: TrafficSample, more: Iterable[str] = ()) -> tuple[str, ...
     return tuple(n for n in dict.fromkeys((*_POINTS, *more)) if has_itl or not n.startswith("itl"))
 
 
-def _names(asked: _Asked, sample: TrafficSample) -> tuple[str, ...]:
-    kept = _names_of(sample, (o.name for o in asked.objectives))
+def _names(asked: _Asked, fleet: Fleet) -> tuple[str, ...]:
+    kept = _names_of(fleet.sample, (o.name for o in asked.objectives))
+    transfer = fleet.deployment.step_model.transfer
+    if transfer is not None and not transfer.has_prompts:
+        # The cost of a prompt is only a prior: the time to the first token is a guess, and E2E has it.
+        kept = tuple(name for name in kept if name.startswith("itl"))
+        if lost := [o.name for o in asked.objectives if o.name not in kept]:
+            raise DataError(
+                f"{named(ObjectivesOption)} {lost[0].removesuffix('_ms')}: no source of this server's model has steps with prompts, so that "
+                "only ITL is planned",
+                hint=f"give a source with prompts, or some minutes of the server's traces: `tracefit transfer … {flag_of(CalibrateOption)}`",
+            )
     if lost := [o.name for o in asked.objectives if o.name not in kept]:
         raise UsageError(
             f"{named(ObjectivesOption)} {lost[0].removesuffix('_ms')}: nearly every request has one output token, and no ITL"

@@ -54,6 +54,11 @@ class Source:
         return self.read()
 
     @property
+    def has_read(self) -> bool:
+        """Whether the tables were needed."""
+        return "_trained_on" in self.__dict__
+
+    @property
     def deployment(self) -> Deployment:
         """The deployment as its tables describe it."""
         return self._trained_on[0]

@@ -58,7 +58,14 @@ def interval_about(value_us: float, p90_ape_pct: float | None) -> PredictedDurat
 
 
 def p90_ape_pct(model: Model, group: str | None) -> float | None:
-    """Return the 90th percentile of the held-out errors, over the rows of the input's group if they are enough."""
+    """Return the 90th percentile of the held-out errors, over the rows of the input's group if they are enough.
+
+    Those of a transferred model are of servers that were left out.
+    """
+    if model.transfer is not None and model.transfer.p90_ape_pct:
+        # The names of its regimes begin with the phase.
+        limits, phase = model.transfer.p90_ape_pct, (group or "").partition(",")[0]
+        return limits.get(phase, max(limits.values()))
     if model.validation is None:
         return None
     # A group with few held-out rows, such as a rare regime, says less about its errors than all rows do.

@@ -346,12 +346,94 @@ ModelOrigin = Literal["fitted", "transferred", "calibrated"]
 """Where a model's numbers come from: fitted to traces of its deployment, computed by a law from those of others, or both."""
 
 
+TransferKind = Literal["tensor_parallel", "model", "gpu"]
+"""Property of a server that none of those has that a law was fitted on."""
+
+
+class LawCoefficient(Strict):
+    """A coefficient of a law, which means the same on every server.
+
+    Attributes:
+        feature: The term.
+        unit: Unit of the coefficient: 1 for a time at rated speed, where it is one over an efficiency.
+        part: The sum that the term is in: the time is always + max(memory, compute), or, in a step with prompts, launch if that is longer.
+        low: Least value allowed.
+        high: Largest value allowed; null without a limit.
+        prior: Value expected before any step is seen.
+        left_out_range: Its values over the laws fitted without one of the sources; null without such laws.
+    """
+
+    feature: Identifier
+    unit: str
+    value: FiniteNumber
+    part: Literal["always", "memory", "compute", "launch"]
+    low: FiniteNumber
+    high: FiniteNumber | None
+    prior: FiniteNumber
+    left_out_range: tuple[FiniteNumber, FiniteNumber] | None = None
+
+
+class CalibrationFacts(Strict):
+    """Steps of the server itself that a transferred law was drawn to.
+
+    Attributes:
+        runs: Their runs.
+        steps: Steps that count.
+        left_out: Steps that do not, by reason.
+        used: Whether the law was drawn to them: blocks of them that were left out are predicted better so.
+        before: Errors of the transferred law on the steps.
+        after: Errors of calibrated laws on the blocks that each was not fitted on.
+        own_mape_pct: Mean error of an own fit on the last part of the steps, which it was not fitted on; null where none was tried.
+        own_after_mape_pct: Mean error of the calibrated law on the same part; null with it.
+    """
+
+    runs: tuple[str, ...]
+    steps: int
+    left_out: dict[str, int]
+    used: bool
+    before: Metrics
+    after: Metrics
+    own_mape_pct: float | None = None
+    own_after_mape_pct: float | None = None
+
+
+class Transfer(Strict):
+    """How a model follows from other deployments.
+
+    Attributes:
+        kind: Property of the server that no source has.
+        sources: Deployments that the law was fitted on, or, for a model of requests, the one it is borrowed from.
+        law: The coefficients; empty for a borrowed model.
+        folds: Groups of sources that were left out in turn to measure the errors.
+        p90_ape_pct: Phase to the error in percent that nine of ten steps of a left-out server keep to.
+        sd_pct: Standard deviation of the mean step time of such a server about the predicted one, in percent.
+        coverage_pct: Percent of the steps of the left-out servers within the interval that the others gave; null without folds.
+        tested: Whether servers left out of the sources show the errors; if not, the interval is the widest known.
+        has_prompts: Whether any source has steps with prompts: without them their coefficients are the priors.
+        calibration: Steps of the server itself; null without any.
+    """
+
+    kind: TransferKind
+    sources: tuple[str, ...]
+    law: tuple[LawCoefficient, ...] = ()
+    folds: int = 0
+    p90_ape_pct: dict[str, float] = Field(default_factory=dict)
+    sd_pct: float = 0.0
+    coverage_pct: float | None = None
+    tested: bool = True
+    has_prompts: bool = True
+    calibration: CalibrationFacts | None = None
+
+
 class _ModelBase(Strict):
     name: str
     deployment_id: str | None = None
     origin: ModelOrigin = Field(
         default="fitted",
         description="fitted: to traces of the deployment; transferred: computed by a law from other deployments; calibrated: both",
+    )
+    transfer: Transfer | None = Field(
+        default=None, description="where a model that is not fitted comes from, and its errors"
     )
     target: TargetFacts | None = None
     estimator: Estimator | None = None

@@ -385,6 +385,9 @@ class StepLawUncertainty:
         beyond = model.validation.load_extrapolation if model.validation else None
         self._beyond = abs(beyond.bias_pct or 0.0) / 100 if beyond else 0.0
         self._normal = rng.standard_normal(_DRAWS)
+        # A server whose model comes from others is off, in its mean step time, as these were when they were left out.
+        sd = model.transfer.sd_pct / 100 if model.transfer is not None else 0.0
+        self._of_server = np.exp(np.log1p(sd) * rng.standard_normal(_DRAWS))
 
     def _evaluated(self, batches: pl.DataFrame) -> Evaluated:
         return evaluated(self._compiled, batches, self._server)
@@ -396,8 +399,9 @@ class StepLawUncertainty:
     def slowness(self, batches: pl.DataFrame, outside_pct: float) -> tuple[float, float]:
         """Return the 5th and 95th percentile of the factor on the mean step time.
 
-        It has three independent errors: of the coefficients, within their intervals; of the machine's speed, which is that of one more
-        stretch of time; and of the form beyond the load in training, as far as a fit on the lower half of the load was off on the upper.
+        It has four independent errors: of the coefficients, within their intervals; of the machine's speed, which is that of one more
+        stretch of time; of the form beyond the load in training, as far as a fit on the lower half of the load was off on the upper; and,
+        of a transferred model, of the server, as far as servers that were left out were off.
 
         Args:
             batches: The steps.
@@ -414,7 +418,9 @@ class StepLawUncertainty:
         if means <= 0:
             return 1.0, 1.0
         of_form = np.exp(outside_pct / 100 * self._beyond * self._normal)
-        low, high = np.percentile(np.maximum(totals / means, 0.01) * self._speeds * of_form, _ENDS_PCT)
+        low, high = np.percentile(
+            np.maximum(totals / means, 0.01) * self._speeds * of_form * self._of_server, _ENDS_PCT
+        )
         return min(float(low), 1.0), max(float(high), 1.0)
 
     def outside(self, batches: pl.DataFrame) -> tuple[float, tuple[str, ...]]:

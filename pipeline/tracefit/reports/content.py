@@ -30,6 +30,7 @@ from tracefit.reports.sentences import (
     verdicts,
     worse_than_median,
 )
+from tracefit.reports.transferred import transfer_of, transferred_report
 from tracefit.server.settings import without_attribute
 from tracefit.text import (
     UNKNOWN,
@@ -168,6 +169,14 @@ def build_report(
         section("Terms", table(("term", "meaning"), _TERMS.items()), folded=True),
         _provenance(alpha, beta),
     )
+    if len(deployments) == 1 and transfer_of(beta) is not None:
+        of_models = (
+            section(
+                f"`{name}`", *_coefficients(model), *(f"Note: {text}." for text in model.notes), folded=True
+            )
+            for name, model in deployments[0].models.items()
+        )
+        return transferred_report(evaluation, alpha, beta, [*of_models, _provenance(alpha, beta)])
     subject = _subject(evaluation, traced)
     # A single deployment needs no overview: its verdicts and errors are the report.
     if len(deployments) == 1:

@@ -451,6 +451,38 @@ def rows_text(predicted: models.RowPredictions) -> str:
     return text.getvalue()
 
 
+def transfer_text(result: models.TransferResult) -> str:
+    """Return where the model of a new server comes from, how exact it is, and the errors on servers left out of its sources."""
+    head = ("left out", "error %", "prompts %", "nearest %", "roofline %", "own fit %", "covered %")
+    rows = [
+        (
+            one.left_out,
+            *map(
+                number,
+                (
+                    *(one.mape_pct, one.prompts_mape_pct, one.nearest_mape_pct),
+                    *(one.roofline_mape_pct, one.own_mape_pct, one.coverage_pct),
+                ),
+            ),
+        )
+        for one in result.left_out
+    ]
+    within = ", ".join(f"{phase} {number(pct)} %" for phase, pct in result.p90_ape_pct.items())
+    how = "as tested" if result.tested else "untested: the widest known"
+    lines = [
+        f"deployment   {result.deployment_id}",
+        f"origin       {result.origin}, from {plural(len(result.sources), 'deployment')}",
+        f"within       {within}, nine of ten steps ({how})",
+    ]
+    lines += ["", columns(head, rows), ""] if rows else [""]
+    lines += [_wrapped(f"note    {note}", " " * 8) for note in result.notes]
+    lines += [
+        f"wrote   {result.out}",
+        f"use     tracefit plan {result.out} --rate 10 --prompt 500 --output 200 --slo itl_p99=50",
+    ]
+    return "\n".join(lines)
+
+
 def export_text(result: models.ExportResult) -> str:
     """Return the files written for a consumer, and the held-out error of the exported form."""
     rows = [

@@ -463,6 +463,92 @@ class ExportResult(Shown):
     usage: str
 
 
+# -- transfer -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class LawPart:
+    """A coefficient of the law.
+
+    Attributes:
+        feature: Its term.
+        unit: Its unit; 1 for a time at rated speed.
+        value: Its value.
+        low: Least value allowed.
+        high: Largest value allowed; null without a limit.
+        prior: Value expected before any step is seen.
+        left_out_range: Its values over the laws that were fitted without one of the sources.
+    """
+
+    feature: str
+    unit: str
+    value: float
+    low: float
+    high: float | None
+    prior: float
+    left_out_range: tuple[float, float] | None
+
+
+@dataclass(frozen=True, slots=True)
+class LeftOutSource:
+    """Mean errors in percent on a source that was left out, beside simpler answers.
+
+    Attributes:
+        left_out: The tensor parallelism, model or GPU that was left out.
+        deployment_id: The deployment.
+        mape_pct: Error of the law.
+        prompts_mape_pct: Its error on steps with prompts.
+        nearest_mape_pct: Error of the most similar source, its times unchanged.
+        roofline_mape_pct: Error of the longer of compute and memory at the rated speed.
+        own_mape_pct: Error of the deployment's own model on its hold-out.
+        coverage_pct: Percent of its steps within the interval that the other sources give.
+    """
+
+    left_out: str
+    deployment_id: str
+    mape_pct: float | None
+    prompts_mape_pct: float | None
+    nearest_mape_pct: float | None
+    roofline_mape_pct: float | None
+    own_mape_pct: float | None
+    coverage_pct: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class TransferResult(Shown):
+    """The model of a server that was never traced.
+
+    Attributes:
+        out: Folder of the files.
+        deployment_id: The new server.
+        origin: Where its model of step times comes from: transferred, calibrated or, where that is better, fitted.
+        kind: Property of it that no source has: tensor_parallel, model or gpu.
+        sources: The deployments it follows from.
+        tested: Whether servers left out of the sources show its errors.
+        p90_ape_pct: Phase to the error in percent that nine of ten steps keep to.
+        law: The coefficients.
+        left_out: Errors on the sources, each left out in turn.
+        borrowed: Models of the front end that are those of a source.
+        notes: Limits a user has to know.
+        files: The files.
+        warnings: Warnings for the user.
+    """
+
+    out: Path
+    deployment_id: str
+    origin: str
+    kind: str
+    sources: tuple[str, ...]
+    tested: bool
+    p90_ape_pct: dict[str, float]
+    law: tuple[LawPart, ...]
+    left_out: tuple[LeftOutSource, ...]
+    borrowed: tuple[str, ...]
+    notes: tuple[str, ...]
+    files: tuple[Path, ...]
+    warnings: tuple[str, ...] = ()
+
+
 # -- predict --------------------------------------------------------------------------------------------
 
 

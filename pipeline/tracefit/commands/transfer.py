@@ -1,0 +1,664 @@
+"""Predict a server that was never traced: fit a law to the steps of others, and write its model as a training does."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import polars as pl
+from threadpoolctl import threadpool_limits
+
+from tracefit.coefficients import publish
+from tracefit.coefficients.documents import CoefficientFile
+from tracefit.coefficients.files import find_models, published
+from tracefit.coefficients.models import load
+from tracefit.coefficients.transferred import (
+    evaluation_of,
+    left_out_errors,
+    step_model,
+    transfer_facts,
+    validation_of,
+)
+from tracefit.commands.deployments import deployments_of, load_deployment, sample_runs, write_timelines
+from tracefit.commands.described import SERVER_FILE, server_text
+from tracefit.commands.ingest import ingest, stated_settings
+from tracefit.commands.locate import as_list, find_tables, is_tables
+from tracefit.commands.report import report_of, report_texts
+from tracefit.errors import DataError, TracefitError, UsageError
+from tracefit.features.sets import AUTO
+from tracefit.features.training import MOST_TOO_FAST
+from tracefit.fit.deployments import fit_deployment, with_seen_limits
+from tracefit.fit.fitted import DeploymentOptions, target_of
+from tracefit.fit.transfer import (
+    FASTER,
+    FEWEST_STEPS,
+    OWN_STEPS,
+    PHASES,
+    PROMPTS,
+    UNTESTED,
+    LawRows,
+    calibrate,
+    choose_sources,
+    drawn,
+    errors_of,
+    fit_law,
+    group_of,
+    law_rows,
+    leave_out,
+    nearest,
+    prompts_of,
+    unseen_parts,
+)
+from tracefit.fit.validation import measure
+from tracefit.inputs.buckets import place_of
+from tracefit.models import schema
+from tracefit.models.targets import CYCLE_TIME, is_step_model, target_named
+from tracefit.options import (
+    CalibrateOption,
+    ForceOption,
+    ServerOptions,
+    SourcesArgument,
+    TransferOutOption,
+    named,
+)
+from tracefit.progress import KeptWarnings, Progress
+from tracefit.results.models import LawPart, LeftOutSource, TransferResult
+from tracefit.server.context import deployment_of, read_context
+from tracefit.server.settings import SPECULATION, merge, settings_from
+from tracefit.tables.disk import write_files
+from tracefit.tables.store import TableStore
+from tracefit.text import percent, plural
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+    from tracefit.coefficients.documents import Provenance
+    from tracefit.coefficients.models import Models
+    from tracefit.fit.fitted import DeploymentTables, FittedDeployment
+    from tracefit.fit.results import LeftOutErrors
+    from tracefit.fit.transfer import Calibration, Fold, Kind, Law, TransferErrors
+    from tracefit.models.validation import Metrics
+    from tracefit.server.context import Deployment, RunContext
+
+_KINDS: dict[str, str] = {
+    "tensor_parallel": "another tensor parallelism of the same model and GPU",
+    "model": "another model on the same GPU",
+    "gpu": "another GPU",
+}
+_MOST_RUNS = 50
+_MOST_ROWS = 200_000
+"""Runs, and steps and events, that a source is read with."""
+_FEWEST_STEPS = 100
+_UTILIZATION = 0.9
+_OTHER_SHARE = 0.04
+"""Share of a GPU's memory that activations, CUDA graphs and the libraries take."""
+_WORKED_OUT = "worked out"
+_BORROWED = ("admission", "departure")
+"""Models of the front end, which do not depend on the model or the GPU behind it."""
+
+
+def transfer(
+    folders: SourcesArgument,
+    out: TransferOutOption,
+    *,
+    server: ServerOptions | None = None,
+    calibrate: CalibrateOption = None,
+    force: ForceOption = False,
+    progress: Progress | None = None,
+) -> TransferResult:
+    """Predict a server that was never traced from the traces of others, and write models, evaluation and report for it.
+
+    A law in time at rated speed is fitted to the steps of the sources: of deployments of the same model and GPU if there are any, else of
+    the same GPU, else of all. Its errors are those on servers that are left out of the sources in turn.
+
+    Args:
+        folders: Folders that `run` or `train` wrote.
+        out: Folder for alpha.json, beta.json, evaluation.json and the report.
+        server: The new server: at least `model_config` and `gpu`.
+        calibrate: Traces of the new server, or a folder that `run` wrote of them: the law is drawn to its steps.
+        force: Answer where nothing shows how exact the answer is, with the widest interval.
+        progress: Receives reports on the progress.
+
+    Raises:
+        UsageError: A folder or an option is wrong, the model or the GPU is not known, or the model does not fit.
+        DataError: The sources do not support this transfer.
+
+    Examples:
+        >>> import tracefit
+        >>> new = tracefit.ServerOptions(model_config="config.json", gpu="B300", tp=2)
+        >>> result = tracefit.transfer(["out/"], "new/", server=new)  # doctest: +SKIP
+    """
+    progress = KeptWarnings(progress)
+    places = as_list(folders)
+    if not places:
+        raise UsageError("no folder is given", hint="name folders that `tracefit run` wrote")
+    server = server or ServerOptions()
+    context = _target(server)
+    with threadpool_limits(limits=1, user_api="blas"):
+        return _transferred(places, place_of(out), context, server, calibrate, force=force, progress=progress)
+
+
+@dataclass(frozen=True, slots=True)
+class _Sources:
+    """Steps of the sources, the models beside them, and why others cannot be sources."""
+
+    rows: tuple[LawRows, ...]
+    models: dict[str, Models]
+    refused: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Own:
+    """An own fit of the steps to calibrate with, beside the calibrated law on the same held-out part."""
+
+    fitted: FittedDeployment | None = None
+    mape_pct: float | None = None
+    after_mape_pct: float | None = None
+
+    @property
+    def is_better(self) -> bool:
+        """Whether it is."""
+        return (
+            self.mape_pct is not None
+            and self.after_mape_pct is not None
+            and self.mape_pct < self.after_mape_pct
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """A law for a server, and what shows how exact it is.
+
+    Attributes:
+        target: The server.
+        kind: Property of it that no source has.
+        chosen: The sources.
+        folds: The sources left out in turn.
+        law: The law of all of them.
+        expected: The errors to expect of it.
+        doubts: Why nothing shows how exact it is.
+        calibration: The law drawn to steps of the server; null without any.
+        own: A fit of these steps by themselves.
+    """
+
+    target: Deployment
+    kind: Kind
+    chosen: tuple[LawRows, ...]
+    folds: tuple[Fold, ...]
+    law: Law
+    expected: TransferErrors
+    doubts: tuple[str, ...]
+    calibration: Calibration | None = None
+    own: _Own = field(default_factory=_Own)
+
+
+def _transferred(
+    places: Sequence[str | Path],
+    out: Path,
+    context: RunContext,
+    server: ServerOptions,
+    traces: str | Path | None,
+    *,
+    force: bool,
+    progress: KeptWarnings,
+) -> TransferResult:
+    sources = _sources(places, context, progress)
+    kind, chosen = choose_sources(context, sources.rows)
+    if not chosen:
+        raise DataError(
+            "no deployment of these folders can be a source",
+            hint="; ".join(sources.refused)
+            or "name folders that `tracefit run` wrote, with config.json and a GPU",
+        )
+    target = deployment_of(_named_like(context, [one.context for one in chosen]))
+    progress.stage(f"fitting the law to {plural(len(chosen), 'deployment')}: {_KINDS[kind]}")
+    law = fit_law(chosen, kind)
+    progress.stage("leaving out servers in turn")
+    folds = leave_out(chosen, kind)
+    doubts = tuple(_doubts(target.context, chosen, kind, folds))
+    found = _Found(target, kind, chosen, folds, law, UNTESTED if doubts else errors_of(folds), doubts)
+    found = _with_calibration(found, traces, server, out, progress)
+    if doubts and not force and found.calibration is None:
+        lifts = f"some minutes of its traces lift this: {named(CalibrateOption)}"
+        raise DataError(
+            f"{target.deployment_id}: {'; '.join(doubts)}",
+            hint=f"{lifts}; or {named(ForceOption)} answers with the widest interval",
+        )
+    return _written(out, found, sources, progress)
+
+
+# -- the new server --------------------------------------------------------------------------------------
+
+
+def _target(server: ServerOptions) -> RunContext:
+    """Return the server that a transfer is for.
+
+    Raises:
+        UsageError: Its model or GPU is not stated or not known, or the weights do not fit into its memory.
+    """
+    for name, value in (("model_config", server.model_config), ("gpu", server.gpu)):
+        if value is None and not (name == "gpu" and server.run_config):
+            raise UsageError(
+                f"{named(ServerOptions, name)}: is not given",
+                hint="a transfer needs the model's config.json and the GPU of the new server",
+            )
+    configs = [server.run_config] if server.run_config else []
+    context = read_context(configs, server.model_config, stated_settings(server), gpu=server.gpu)
+    if context.architecture is None or context.gpu is None:
+        unknown = "; ".join(context.left_out) or "the GPU is not known"
+        raise UsageError(f"the new server cannot be computed: {unknown}")
+    return _with_blocks(context)
+
+
+def _named_like(context: RunContext, others: Sequence[RunContext]) -> RunContext:
+    """Return a server with the name that another one's files give to its model, where its own have none."""
+    same = (one for one in others if group_of(one, "model") == group_of(context, "model"))
+    name = next((one.settings.model for one in same if one.settings.model), None)
+    if context.settings.model or name is None or context.architecture is None:
+        return context
+    settings = merge(context.settings, settings_from({"model": name}, where="sources", source="read"))
+    return replace(context, settings=settings, architecture=replace(context.architecture, name=name))
+
+
+def _with_blocks(context: RunContext) -> RunContext:
+    """Return the server with the KV blocks that its memory has room for, unless they are stated.
+
+    Raises:
+        UsageError: The weights leave no room.
+    """
+    model, gpu, settings = context.architecture, context.gpu, context.settings
+    if model is None or gpu is None:
+        raise ValueError("a target has a model and a GPU")
+    tp, stages = settings.tensor_parallel or 1, settings.pipeline_parallel or 1
+    share = settings.gpu_memory_utilization or _UTILIZATION
+    weights = model.weight_bytes / tp / stages
+    free = (share - _OTHER_SHARE) * gpu.memory_gb * 1e9 - weights
+    per_token = (
+        sum(n * a.cached_bytes(model.kv_bytes) / a.kv_shards(tp) for a, n in model.attentions.items())
+        / stages
+    )
+    block_tokens = settings.block_size or 16
+    blocks = int(free / (per_token * block_tokens)) if per_token > 0 else None
+    if free <= 0 or (blocks is not None and blocks < 1):
+        raise UsageError(
+            f"{weights / 1e9:,.1f} GB of weights on each of {tp * stages} GPUs leave no room for a KV cache in {gpu.memory_gb:g} GB ({gpu.name})",
+            hint=f"divide the model over more GPUs: {named(ServerOptions, 'tp')}",
+        )
+    if settings.num_gpu_blocks or blocks is None:
+        return context
+    worked_out = settings_from({"num_gpu_blocks": blocks}, where="memory", source="measured")
+    text = f"num_gpu_blocks {blocks:,} ({_WORKED_OUT} from memory, weights and {percent(100 * share)} % use)"
+    return replace(context, settings=merge(settings, worked_out), left_out=(*context.left_out, text))
+
+
+# -- the sources -----------------------------------------------------------------------------------------
+
+
+def _sources(places: Sequence[str | Path], target: RunContext, progress: KeptWarnings) -> _Sources:
+    """Read the steps of every deployment of some folders that can be a source."""
+    found: dict[str, LawRows] = {}
+    models: dict[str, Models] = {}
+    refused: list[str] = []
+    for place in places:
+        store = TableStore(find_tables(place)).require()
+        with suppress(TracefitError):
+            of_place = load(find_models(place))
+            models.update(dict.fromkeys(of_place.deployment_ids, of_place))
+        runs = store.read("runs", None)
+        for deployment, members in deployments_of(runs, str(store.root)):
+            name = deployment.deployment_id
+            progress.stage(f"reading {name}")
+            reason = _no_source(deployment.context) or ("it is in two folders" if name in found else None)
+            if name == deployment_of(_named_like(target, [deployment.context])).deployment_id:
+                reason = "it is the server asked for; its own model is better than any law"
+            if reason is None:
+                rows = _law_rows(store, runs, deployment, members)
+                reason = _too_few(rows)
+                if reason is None:
+                    found[name] = rows
+            if reason is not None:
+                refused.append(f"{name} cannot be a source: {reason}")
+    for text in refused:
+        progress.warn(text)
+    return _Sources(tuple(found.values()), models, tuple(refused))
+
+
+def _law_rows(
+    store: TableStore, runs: pl.DataFrame, deployment: Deployment, members: Sequence[str]
+) -> LawRows:
+    kept = sample_runs(runs, members, most_rows=_MOST_ROWS, most_runs=_MOST_RUNS)
+    write_timelines(store, kept)
+    tables = load_deployment(store, kept)
+    seen, _ = with_seen_limits(deployment, tables.timeline)
+    return law_rows(seen, tables)
+
+
+def _no_source(context: RunContext) -> str | None:
+    """Return why a deployment cannot be a source; null where it can."""
+    if context.architecture is None:
+        return next(iter(context.left_out), "its config.json is not known")
+    if context.gpu is None:
+        return "its GPU is not known"
+    if (context.settings.data_parallel or 1) > 1 and context.architecture.is_moe:
+        return "data-parallel ranks share its experts, and the steps of one rank say nothing of the tokens of others"
+    if (context.settings.pipeline_parallel or 1) > 1:
+        return "the law knows no pipeline stages"
+    if any(name.startswith(SPECULATION) for name in context.settings.other):
+        return "with speculative decoding a step computes several tokens of a request"
+    return "it serves adapters" if context.settings.has_adapters else None
+
+
+def _too_few(rows: LawRows) -> str | None:
+    fast = rows.left_out.get(FASTER, 0)
+    if fast > MOST_TOO_FAST * (rows.rows.height + fast):
+        return "most of its steps are faster than its GPU allows: model, GPU or tensor_parallel is stated wrongly"
+    if rows.rows.height < _FEWEST_STEPS:
+        return f"{rows.rows.height} steps are too few, {_FEWEST_STEPS} are needed"
+    return None
+
+
+def _doubts(
+    context: RunContext, chosen: Sequence[LawRows], kind: Kind, folds: Sequence[Fold]
+) -> Iterator[str]:
+    """Yield why nothing shows how exact a transfer is."""
+    if unseen := unseen_parts(context, chosen):
+        yield f"no source has {' or '.join(unseen)}"
+    if (
+        (context.settings.data_parallel or 1) > 1
+        and context.architecture is not None
+        and context.architecture.is_moe
+    ):
+        yield "no source has experts shared by data-parallel ranks"
+    if (context.settings.pipeline_parallel or 1) > 1:
+        yield "no source has pipeline stages"
+    if len(chosen) == 1:
+        yield "there is one source only, and none is left to test the law on"
+    elif not folds:
+        what = {"tensor_parallel": "tensor parallelism", "model": "model", "gpu": "GPU"}[kind]
+        yield f"all sources have one {what}, so that none shows how the law carries over to another"
+
+
+# -- calibration -----------------------------------------------------------------------------------------
+
+
+def _with_calibration(
+    found: _Found, traces: str | Path | None, server: ServerOptions, out: Path, progress: KeptWarnings
+) -> _Found:
+    """Return a law drawn to steps of the server, where traces of it are given."""
+    if traces is None:
+        return found
+    folder = find_tables(traces)
+    if not is_tables(folder):
+        progress.stage("reading the traces to calibrate with")
+        ingest(traces, out / "tables", server=server, progress=progress)
+        folder = out / "tables"
+    steps, tables = _steps_of(TableStore(folder).require(), found.target, str(traces))
+    made = calibrate(found.law, found.kind, steps, found.expected)
+    if made is None:
+        progress.warn(
+            f"{steps.rows.height} steps are too few to calibrate with, {FEWEST_STEPS} are needed: the transfer is as without them"
+        )
+        return found
+    for text in _of_calibration(made):
+        progress.warn(text)
+    found = replace(found, calibration=made)
+    return replace(found, own=_own_fit(found, made, tables, progress))
+
+
+def _steps_of(store: TableStore, target: Deployment, where: str) -> tuple[LawRows, DeploymentTables]:
+    """Return the steps of a server in some tables, and the tables.
+
+    Raises:
+        UsageError: No run is of it, or the runs are of several deployments of its model, GPU and tensor parallelism.
+    """
+    runs = store.read("runs", None)
+    every = deployments_of(runs, str(store.root))
+    of_server = [one for one in every if _same_server(one[0].context, target.context)]
+    if len(of_server) != 1:
+        raise UsageError(
+            f"holds {'runs of several deployments' if of_server else 'no run'} of {target.deployment_id}",
+            where=f"{named(CalibrateOption)} {where}",
+            hint=f"there are: {', '.join(one.deployment_id for one, _ in every)}; model, GPU and tensor parallelism have to be those of the new server",
+        )
+    _, members = of_server[0]
+    kept = sample_runs(runs, members, most_rows=_MOST_ROWS, most_runs=_MOST_RUNS)
+    write_timelines(store, kept)
+    tables = load_deployment(store, kept)
+    return law_rows(target, tables), tables
+
+
+def _same_server(one: RunContext, other: RunContext) -> bool:
+    if one.architecture is None or one.gpu is None:
+        return False
+    kinds: tuple[Kind, ...] = ("tensor_parallel", "model", "gpu")
+    return all(group_of(one, kind) == group_of(other, kind) for kind in kinds)
+
+
+def _of_calibration(found: Calibration) -> Iterator[str]:
+    """Yield what the steps of a calibration do not show."""
+    rows = found.rows.rows
+    if not prompts_of(rows).any():
+        yield "the steps to calibrate with hold no prompts: what a prompt costs is as transferred"
+    if rows["of_num_decode_reqs"].n_unique() == 1:
+        yield f"the steps to calibrate with all have {rows['of_num_decode_reqs'][0]:.0f} decoding requests: how the time grows with the batch is as transferred"
+    if not found.used:
+        yield (
+            f"the steps confirm the transferred law ({percent(found.before.mape_pct)} % off; drawn to them, {percent(found.after.mape_pct)} % on "
+            "left-out blocks of them): it is used unchanged"
+        )
+
+
+def _own_fit(found: _Found, made: Calibration, tables: DeploymentTables, progress: KeptWarnings) -> _Own:
+    """Fit the steps to calibrate with by themselves, and compare both on the last part of them, which neither was fitted on."""
+    progress.stage("fitting the calibration's run by itself")
+    fitted = fit_deployment(found.target, tables, AUTO, DeploymentOptions(reference=False))
+    model = next((m for m in fitted.models if is_step_model(m.name)), None)
+    steps = made.rows.rows
+    if model is None or fitted.beta_rows is None or steps.height < OWN_STEPS:
+        return _Own(fitted)
+    later = fitted.beta_rows.filter(split="holdout").filter(pl.col("excluded_reason").is_null())
+    keys = ["run_id", "server", "step_id"]
+    evaluated = steps.join(later.select(keys), on=keys, how="semi")
+    earlier = steps.join(later.select(keys), on=keys, how="anti")
+    if not evaluated.height or earlier.height < FEWEST_STEPS:
+        return _Own(fitted)
+    after = drawn(found.law, found.kind, earlier).predict(evaluated)
+    return _Own(fitted, model.validation.holdout.mape_pct, measure(target_of(evaluated), after).mape_pct)
+
+
+# -- what is written -------------------------------------------------------------------------------------
+
+
+def _notes(found: _Found, sources: _Sources) -> Iterator[str]:
+    """Yield what a user has to know about a transfer."""
+    names = ", ".join(one.deployment_id for one in found.chosen)
+    yield f"the law is fitted to {names} ({_KINDS[found.kind]})"
+    made = found.calibration
+    if made is not None and made.used:
+        yield (
+            f"drawn to {made.rows.rows.height:,} steps of this server: {percent(made.before.mape_pct)} % off before, "
+            f"{percent(made.after.mape_pct)} % on left-out blocks of them after"
+        )
+    elif found.doubts:
+        yield f"untested: {'; '.join(found.doubts)}; the interval is the widest known"
+    elif found.folds:
+        worst = max(found.folds, key=lambda fold: fold.errors.mape_pct or 0.0)
+        yield f"a server left out of the sources was at most {percent(worst.errors.mape_pct)} % off on average ({worst.deployment_id})"
+    if not any(one.has_prompts for one in found.chosen):
+        yield "no source has steps with prompts: their coefficients are the priors, and TTFT is not planned"
+    if found.own.is_better:
+        yield (
+            f"an own fit of these steps is better ({percent(found.own.mape_pct)} % on their last part, the calibrated law "
+            f"{percent(found.own.after_mape_pct)} %): it is taken"
+        )
+    yield from sources.refused
+    yield from (text for text in found.target.context.left_out if _WORKED_OUT in text)
+
+
+def _borrowed(found: _Found, sources: _Sources) -> tuple[schema.Model, ...]:
+    """Return the models of the front end of the nearest source that has them."""
+    target = found.target
+    first = nearest(target.context, found.chosen)
+    names = [target_named(name).model for name in _BORROWED]
+    for one in (first, *(s for s in found.chosen if s is not first)):
+        models = sources.models.get(one.deployment_id)
+        of_source = models.deployment(one.deployment_id).models if models is not None else {}
+        if of_source.keys() & set(names):
+            note = f"borrowed from {one.deployment_id}: the front end's work depends on neither model nor GPU"
+            return tuple(
+                model.model_copy(
+                    update={
+                        "deployment_id": target.deployment_id,
+                        "origin": "transferred",
+                        "transfer": schema.Transfer(kind=found.kind, sources=(one.deployment_id,)),
+                        "notes": (*model.notes, note),
+                    }
+                )
+                for name in names
+                if (model := of_source.get(name)) is not None
+            )
+    return ()
+
+
+def _written(out: Path, found: _Found, sources: _Sources, progress: KeptWarnings) -> TransferResult:
+    """Publish a transfer, and return it."""
+    target, context = found.target, found.target.context
+    gpu = context.gpu.name if context.gpu else None
+    made_by = publish.provenance({"command": "transfer", "kind": found.kind, "gpu": gpu}, files={})
+    notes = tuple(_notes(found, sources))
+    own_alpha, own_step = _own_models(found.own, made_by)
+    own_names = {model.name for model in own_alpha}
+    alpha = (*own_alpha, *(m for m in _borrowed(found, sources) if m.name not in own_names))
+    step = _step_model(found, own_step, notes)
+    missing = _missing(target.deployment_id, alpha)
+    files = {
+        "alpha": CoefficientFile(kind="alpha", models=alpha, not_fitted=missing, provenance=made_by),
+        "beta": CoefficientFile(kind="beta", models=(step,), provenance=made_by),
+    }
+    across = left_out_errors(found.folds, found.kind, found.chosen, _own_errors(sources, found.chosen))
+    evaluation = evaluation_of(target.deployment_id, step, alpha, across, notes)
+    (alpha_text, alpha_file), (beta_text, beta_file) = published(files["alpha"]), published(files["beta"])
+    evaluation_text, rounded = published(evaluation)
+    texts = {
+        out / "alpha.json": alpha_text,
+        out / "beta.json": beta_text,
+        out / "evaluation.json": evaluation_text,
+        out / SERVER_FILE: server_text(context),
+    }
+    progress.stage("drawing the report")
+    texts |= report_texts(report_of(rounded, alpha_file, beta_file, None), out, progress)
+    write_files(texts)
+    return _result(out, found, step, alpha, across, notes, (tuple(texts), tuple(progress.warnings)))
+
+
+def _own_models(own: _Own, made_by: Provenance) -> tuple[tuple[schema.Model, ...], schema.Model | None]:
+    """Return the models of requests of an own fit, and that of step times."""
+    if own.fitted is None:
+        return (), None
+    alpha, beta, _ = publish.coefficient_files([own.fitted], made_by)
+    return alpha.models, next((m for m in beta.models if is_step_model(m.name)), None)
+
+
+def _step_model(found: _Found, own: schema.Model | None, notes: tuple[str, ...]) -> schema.Model:
+    """Return the model of step times: the law, or the own fit where that is better."""
+    made, fitted = found.calibration, found.own.fitted
+    law, expected = (found.law, found.expected) if made is None else (made.law, made.errors)
+    facts = None
+    if made is not None:
+        facts = schema.CalibrationFacts(
+            runs=tuple(sorted(made.rows.rows["run_id"].unique())),
+            steps=made.rows.rows.height,
+            left_out=made.left_out,
+            used=made.used,
+            before=made.before,
+            after=made.after,
+            own_mape_pct=found.own.mape_pct,
+            own_after_mape_pct=found.own.after_mape_pct,
+        )
+    transfer = transfer_facts(found.kind, law, found.chosen, found.folds, expected, facts)
+    transfer = transfer.model_copy(update={"tested": not found.doubts or made is not None})
+    if own is not None and found.own.is_better:
+        # The errors of its hold-out are its own: those of the transfer are for comparison.
+        return own.model_copy(update={"notes": (*own.notes, *notes)})
+    step = next((m for m in fitted.models if is_step_model(m.name)), None) if fitted else None
+    return step_model(
+        found.target,
+        law,
+        [*found.chosen, *([made.rows] if made else [])],
+        transfer,
+        validation_of(law, found.folds, made),
+        training=publish.training_of(fitted, step.fitted)
+        if fitted is not None and step is not None
+        else None,
+        notes=notes,
+    )
+
+
+def _missing(deployment_id: str, alpha: Sequence[schema.Model]) -> tuple[schema.NotFitted, ...]:
+    names = {model.name for model in alpha}
+    return tuple(
+        schema.NotFitted(
+            name=target_named(name).model,
+            deployment_id=deployment_id,
+            reason="no source has a model of it",
+            remedy="give a source whose requests are traced",
+        )
+        for name in _BORROWED
+        if target_named(name).model not in names
+    )
+
+
+def _own_errors(sources: _Sources, chosen: Sequence[LawRows]) -> dict[str, Metrics]:
+    """Return the errors of each source's own model of step times."""
+    errors: dict[str, Metrics] = {}
+    for one in chosen:
+        models = sources.models.get(one.deployment_id)
+        model = models.deployment(one.deployment_id).models.get(CYCLE_TIME.model) if models else None
+        if model is not None and model.validation is not None:
+            errors[one.deployment_id] = model.validation.holdout
+    return errors
+
+
+def _result(
+    out: Path,
+    found: _Found,
+    step: schema.Model,
+    alpha: Sequence[schema.Model],
+    across: Sequence[LeftOutErrors],
+    notes: tuple[str, ...],
+    written: tuple[tuple[Path, ...], tuple[str, ...]],
+) -> TransferResult:
+    transfer = step.transfer
+    limits = transfer.p90_ape_pct if transfer else {}
+    return TransferResult(
+        out=out,
+        deployment_id=found.target.deployment_id,
+        origin=step.origin,
+        kind=found.kind,
+        sources=tuple(one.deployment_id for one in found.chosen),
+        tested=transfer.tested if transfer else True,
+        p90_ape_pct={phase: limits[phase] for phase in PHASES if phase in limits},
+        law=tuple(
+            LawPart(c.feature, c.unit, c.value, c.low, c.high, c.prior, c.left_out_range)
+            for c in (transfer.law if transfer else ())
+        ),
+        left_out=tuple(
+            LeftOutSource(
+                one.left_out,
+                one.deployment_id or "",
+                one.errors.mape_pct,
+                one.by_phase[PROMPTS].mape_pct if PROMPTS in one.by_phase else None,
+                one.nearest.mape_pct if one.nearest else None,
+                one.roofline.mape_pct if one.roofline else None,
+                one.own.mape_pct if one.own else None,
+                one.interval_coverage_pct,
+            )
+            for one in across
+        ),
+        borrowed=tuple(m.name for m in alpha if m.origin == "transferred"),
+        notes=notes,
+        files=written[0],
+        warnings=written[1],
+    )

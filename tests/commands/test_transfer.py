@@ -1,0 +1,279 @@
+"""`tracefit transfer` on generated servers: from tables to a plan, its refusals, and calibration."""
+
+import json
+
+import pytest
+
+import tracefit
+from tracefit import evaluator
+from tracefit.commands.described import SERVER_FILE
+from tracefit.synth import SynthOptions, synth, write_run
+from tracefit.synth.laws import GPUS, MODELS, RooflineLaw
+
+MODEL, GPU = "llama-8b", "H100"
+
+
+def _generate(folder, tp, *, model=MODEL, gpu=GPU, seed=0, requests=80, **law):
+    step_law = RooflineLaw(MODELS[model], GPUS[gpu], tp=tp, allreduce_latency_us=0.0, **law)
+    options = SynthOptions(
+        name=f"{model}-{gpu}-tp{tp}",
+        law=step_law,
+        model=model,
+        gpu=gpu,
+        tp=tp,
+        requests=requests,
+        form="fpm",
+        seed=seed,
+    )
+    return write_run(synth(options), folder)
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory):
+    """Return the folders of runs by tensor parallelism, and the tables of those of tp 1 and tp 4."""
+    folder = tmp_path_factory.mktemp("servers")
+    runs = {tp: _generate(folder / "runs", tp) for tp in (1, 2, 4)}
+    tracefit.ingest([str(runs[1]), str(runs[4])], folder / "out" / "tables")
+    return runs, folder / "out"
+
+
+@pytest.fixture(scope="module")
+def new(servers, tmp_path_factory):
+    """Return the folder of a transfer to tp 2."""
+    runs, out = servers
+    folder = tmp_path_factory.mktemp("new")
+    tracefit.transfer(out, folder, server=_server(runs[2]))
+    return folder
+
+
+def _server(run, **more):
+    return tracefit.ServerOptions(
+        model_config=run / "config.json", run_config=run / "exp-config.yaml", **more
+    )
+
+
+@pytest.fixture
+def command(request):
+    """Return the function that runs the entry point, under a name that is not the library's."""
+    return request.getfixturevalue("tracefit")
+
+
+def _target(run):
+    return ("--model-config", run / "config.json", "--run-config", run / "exp-config.yaml")
+
+
+def test_a_server_is_predicted_from_two_others(servers, new):
+    runs, _ = servers
+    truth = tracefit.run(str(runs[2]), new / "truth", options=tracefit.TrainOptions(fast=True))
+    assert truth.trained.fitted
+    models, own = tracefit.load(new), tracefit.load(new / "truth")
+    for batch, prefill in ((4, 0), (16, 0), (8, 1500)):
+        law = models.predict_step(batch=batch, context=400, prefill=prefill).step.value_us
+        assert law == pytest.approx(
+            own.predict_step(batch=batch, context=400, prefill=prefill).step.value_us, rel=0.12
+        )
+
+
+def test_a_model_says_where_it_comes_from(new):
+    (model,) = json.loads((new / "beta.json").read_text())["models"]
+    assert model["origin"] == "transferred"
+    assert model["transfer"]["kind"] == "tensor_parallel"
+    assert [name.split(".")[-2] for name in model["transfer"]["sources"]] == ["tp1", "tp4"]
+    assert model["transfer"]["tested"]
+    law = {one["feature"]: one for one in model["transfer"]["law"]}
+    assert 1 <= law["weight_read_us"]["value"] <= 2
+    assert law["weight_read_us"]["left_out_range"]
+    assert {regime["name"].partition(",")[0] for regime in model["regimes"]} == {"prompts", "decodes"}
+
+
+def test_the_evaluation_has_the_errors_of_each_server_that_was_left_out(new):
+    across = json.loads((new / "evaluation.json").read_text())["across"]
+    assert [one["left_out"] for one in across] == ["tp1", "tp4"]
+    for one in across:
+        assert one["kind"] == "tensor_parallel"
+        assert one["errors"]["mape_pct"] < one["nearest"]["mape_pct"]
+        assert one["errors"]["mape_pct"] < one["roofline"]["mape_pct"]
+    report = (new / "report.md").read_text()
+    assert "Errors on servers that were left out" in report
+    assert "last 30 %" not in report
+
+
+def test_the_stand_alone_evaluator_agrees(new):
+    model = evaluator.load(new / "beta.json", "beta.cycle_time")
+    models = tracefit.load(new)
+    for batch, prefill in ((1, 0), (40, 0), (8, 40), (8, 2000)):
+        row = {
+            "num_prefill_reqs": int(prefill > 0),
+            "num_decode_reqs": batch,
+            "prefill_tokens": prefill,
+            "decode_tokens": batch,
+            "context_tokens": batch * 300,
+            "prefill_context_tokens": 0,
+        }
+        expected = models.predict_step(batch=batch, context=300, prefill=prefill).step.value_us
+        assert evaluator.predict(model, row) == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_prediction_has_the_interval_of_its_phase(new):
+    (model,) = json.loads((new / "beta.json").read_text())["models"]
+    pct = model["transfer"]["p90_ape_pct"]["decodes"]
+    step = tracefit.load(new).predict_step(batch=8, context=300).step
+    assert step.low_us == pytest.approx(step.value_us / (1 + pct / 100), rel=1e-6)
+
+
+@pytest.mark.slow
+def test_servers_are_planned_with_it(new, command):
+    code, text, _ = command(
+        "plan",
+        new,
+        "--rate",
+        4,
+        "--prompt",
+        200,
+        "--output",
+        60,
+        "--slo",
+        "itl_p99=100",
+        "--slo",
+        "ttft_p99=2000",
+    )
+    assert code == 0
+    assert "ITL P99" in text
+
+
+def test_consumers_get_its_form(new, tmp_path, command):
+    assert command("export", new, "--to", "csv", "--out", tmp_path / "csv")[0] == 0
+    code, text, _ = command("export", new, "--to", "dynamo-mocker", "--out", tmp_path / "mocker")
+    assert code == 0
+    assert "not to measured ones" in " ".join(text.split())
+
+
+def test_files_are_compared_and_reported_as_any_others(new, command):
+    assert command("compare", new, new)[0] == 0
+    code, text, _ = command("report", new)
+    assert code == 0
+    assert "was not needed for its model" in " ".join(text.split())
+
+
+def test_the_command_prints_the_errors_on_left_out_servers(servers, tmp_path, command):
+    runs, out = servers
+    code, text, _ = command("transfer", out, *_target(runs[2]), "--out", tmp_path / "new")
+    assert code == 0
+    assert "transferred, from 2 deployments" in text
+    assert "roofline %" in text
+    assert (tmp_path / "new" / SERVER_FILE).exists()
+
+
+def test_the_server_asked_for_is_left_out_of_its_sources(servers, tmp_path):
+    runs, _ = servers
+    tables = tmp_path / "all"
+    tracefit.ingest([str(run) for run in runs.values()], tables)
+    result = tracefit.transfer(tables, tmp_path / "new", server=_server(runs[2]))
+    assert [name.split(".")[-2] for name in result.sources] == ["tp1", "tp4"]
+    assert "its own model is better than any law" in " ".join(result.warnings)
+
+
+def test_one_source_is_refused_unless_forced(servers, tmp_path, command):
+    runs, _ = servers
+    tracefit.ingest(str(runs[1]), tmp_path / "one")
+    code, _, error = command("transfer", tmp_path / "one", *_target(runs[2]), "--out", tmp_path / "new")
+    assert code == 1
+    assert "one source only" in error
+    assert "--calibrate" in error
+    assert error.count("\n") == 1
+    assert not (tmp_path / "new").exists()
+    result = tracefit.transfer(tmp_path / "one", tmp_path / "new", server=_server(runs[2]), force=True)
+    assert not result.tested
+    assert result.p90_ape_pct == {"decodes": 50.0, "prompts": 80.0}
+    assert "untested" in (tmp_path / "new" / "report.md").read_text()
+
+
+@pytest.mark.slow
+def test_some_steps_of_the_server_lift_the_refusal(servers, tmp_path):
+    runs, _ = servers
+    slow = _generate(tmp_path / "slow", 2, base_us=6_000.0)
+    tracefit.ingest(str(runs[1]), tmp_path / "one")
+    result = tracefit.transfer(tmp_path / "one", tmp_path / "new", server=_server(slow), calibrate=str(slow))
+    assert result.origin in {"calibrated", "fitted"}
+    assert result.tested
+    step = tracefit.load(tmp_path / "new").predict_step(batch=8, context=300).step.value_us
+    truth = tracefit.run(str(slow), tmp_path / "truth", options=tracefit.TrainOptions(fast=True))
+    own = tracefit.load(truth.trained.models).predict_step(batch=8, context=300).step.value_us
+    assert step == pytest.approx(own, rel=0.06)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"num_attention_heads": 24}, "cannot be divided over 16"),
+        ({"num_hidden_layers": 10**9}, "layers"),
+        (
+            {
+                "num_experts": 8,
+                "num_experts_per_tok": 2,
+                "moe_intermediate_size": 512,
+                "model_type": "qwen3_moe",
+            },
+            "experts",
+        ),
+    ],
+)
+def test_a_model_that_the_sources_say_nothing_of_is_one_line(servers, tmp_path, command, change, words):
+    runs, out = servers
+    config = json.loads((runs[2] / "config.json").read_text())
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**config, **change}))
+    code, _, error = command(
+        "transfer", out, "--model-config", path, "--gpu", GPU, "--tp", 16, "--out", tmp_path / "new"
+    )
+    assert code in {1, 2}
+    assert words in error
+    assert error.count("\n") == 1
+    assert not (tmp_path / "new").exists()
+
+
+def test_weights_that_do_not_fit_are_one_line(servers, tmp_path, command):
+    runs, out = servers
+    code, _, error = command(
+        "transfer", out, "--model-config", runs[1] / "config.json", "--gpu", "T4", "--out", tmp_path / "new"
+    )
+    assert code == 2
+    assert "leave no room for a KV cache" in error
+
+
+@pytest.mark.parametrize("missing", ["--model-config", "--gpu"])
+def test_a_server_needs_its_model_and_its_gpu(servers, tmp_path, command, missing):
+    runs, out = servers
+    given = {"--model-config": runs[1] / "config.json", "--gpu": GPU}
+    del given[missing]
+    code, _, error = command(
+        "transfer", out, *(part for pair in given.items() for part in pair), "--out", tmp_path / "new"
+    )
+    assert code == 2
+    assert missing in error
+
+
+def test_traces_of_another_server_calibrate_nothing(servers, tmp_path, command):
+    runs, out = servers
+    tracefit.ingest(str(runs[4]), tmp_path / "other")
+    code, _, error = command(
+        "transfer", out, *_target(runs[2]), "--calibrate", tmp_path / "other", "--out", tmp_path / "new"
+    )
+    assert code == 2
+    assert "no run of" in error
+
+
+@pytest.mark.slow
+def test_without_prompts_in_the_sources_only_itl_is_planned(new, tmp_path, command):
+    folder = tmp_path / "decodes"
+    folder.mkdir()
+    plain = json.loads((new / "beta.json").read_text())
+    plain["models"][0]["transfer"]["has_prompts"] = False
+    (folder / "beta.json").write_text(json.dumps(plain))
+    load = ("--rate", 2, "--prompt", 100, "--output", 40)
+    code, text, error = command("plan", folder, *load, "--slo", "ttft_p99=500")
+    assert code == 1
+    assert "only ITL is planned" in " ".join((text + error).split())
+    code, text, _ = command("plan", folder, *load, "--slo", "itl_p99=500")
+    assert code == 0
+    assert "TTFT" not in text
