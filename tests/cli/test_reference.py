@@ -97,7 +97,14 @@ COMMANDS = {
         "num_gpu_blocks=4096",
     ),
     "transfer": (
-        *("{out}/tables", "--model-config", "{shipped}/../generated/llama-8b-linear/config.json", "--gpu", "H200", "--force"),
+        *(
+            "{out}/tables",
+            "--model-config",
+            "{shipped}/../generated/llama-8b-linear/config.json",
+            "--gpu",
+            "H200",
+            "--force",
+        ),
         *("--out", "{out}/new"),
     ),
     "verify": ("{out}/beta.json", "--tables", "{out}/tables"),
