@@ -253,6 +253,14 @@ def test_a_server_needs_its_model_and_its_gpu(servers, tmp_path, command, missin
     assert missing in error
 
 
+def test_a_source_is_not_overwritten(servers, command):
+    runs, out = servers
+    code, _, error = command("transfer", out, *_target(runs[2]), "--out", out)
+    assert code == 2
+    assert "is one of the sources" in error
+    assert not (out / "beta.json").exists()
+
+
 def test_traces_of_another_server_calibrate_nothing(servers, tmp_path, command):
     runs, out = servers
     tracefit.ingest(str(runs[4]), tmp_path / "other")

@@ -134,6 +134,11 @@ def transfer(
     places = as_list(folders)
     if not places:
         raise UsageError("no folder is given", hint="name folders that `tracefit run` wrote")
+    if any(place_of(place) == place_of(out) for place in places):
+        raise UsageError(
+            f"{named(TransferOutOption)} {out}: is one of the sources, whose models would be lost",
+            hint="give the new server a folder of its own",
+        )
     server = server or ServerOptions()
     context = _target(server)
     with threadpool_limits(limits=1, user_api="blas"):
