@@ -150,6 +150,26 @@ def test_requests_that_are_sent_when_others_end_are_placed_by_that(form, tmp_pat
     assert not decoded(form(plan, **options | {"duration": 2 * lasts}), tmp_path).steps.height
 
 
+@pytest.mark.parametrize("empty", ["role", "reason"])
+def test_a_part_of_a_chat_without_a_token_is_no_token(empty, tmp_path):
+    # `vllm bench serve --backend openai-chat` of vLLM 0.32: 12 tokens of a request have 12 gaps.
+    plan = clients.planned()
+    tokens = decoded(clients.vllm_bench(plan), tmp_path)
+    result = json.loads(clients.vllm_bench(plan))
+    for gaps in result["itls"]:
+        gaps.insert(0 if empty == "role" else len(gaps), 8.7e-05)
+    if empty == "role":
+        result["ttfts"] = [ttft - 8.7e-05 for ttft in result["ttfts"]]
+    chat = decoded(json.dumps(result | {"backend": "openai-chat"}).encode(), tmp_path)
+    columns = ["decode_tokens", "prefill_tokens", "context_tokens", "num_decode_reqs"]
+    assert chat.steps[columns].equals(tokens.steps[columns])
+    assert (chat.steps["cycle_us"] - tokens.steps["cycle_us"]).abs().max() < 1
+    # Where no part comes together with a token, nothing says which one has none.
+    for gaps in result["itls"]:
+        gaps[0 if empty == "role" else -1] = 0.04
+    assert not decoded(json.dumps(result).encode(), tmp_path).steps.height
+
+
 def test_an_sglang_file_of_several_runs_has_a_benchmark_for_each(tmp_path):
     plans = clients.planned(10), clients.planned(25)
     found = decoded(b"".join(map(clients.sglang_bench, plans)), tmp_path)

@@ -1,7 +1,7 @@
 """genai-perf's `profile_export.json`, which Triton's Performance Analyzer writes: responses with their times, and no counts of tokens.
 
-Read in genai-perf 0.0.8 and 0.0.16 (`genai_perf/profile_data_parser/llm_profile_data_parser.py`). The program counts tokens with its
-tokenizer when it reads the file. Here lengths are those that the server states in `usage`, or token ids; else the parts of a stream
+Read in genai-perf 0.0.8 and 0.0.16 (`genai_perf/profile_data_parser/llm_profile_data_parser.py`), which read the same keys; not
+written by a run, for which Performance Analyzer is needed. The program counts tokens with its tokenizer when it reads the file. Here lengths are those that the server states in `usage`, or token ids; else the parts of a stream
 that have a text count as one token each, as vLLM and SGLang send them, and the prompt's length is unknown.
 """
 

@@ -1,8 +1,8 @@
 """GuideLLM's report: one document, JSON or YAML, with several benchmarks.
 
 Read in guidellm 0.2.1 and 0.3.0 (`guidellm/benchmark/benchmark.py`: times beside lengths), 0.4.0 to 0.6.0 and 0.8.1
-(`guidellm/schemas/…/request_stats.py`: times in `info.timings`). A report may hold a sample of the requests only, which are not the load:
-they have latencies then, without arrivals. Requests before `measure_start_time` are a warm-up.
+(`guidellm/schemas/…/request_stats.py`: times in `info.timings`). 0.3.0, 0.5.4 and 0.8.1 ran against a stub. A report may hold a sample of
+the requests only, which are not the load: they have latencies then, without arrivals. Requests before `measure_start_time` are a warm-up.
 """
 
 from __future__ import annotations

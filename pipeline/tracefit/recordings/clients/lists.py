@@ -51,6 +51,10 @@ _LASTS_ALIKE = 0.05
 """A benchmark takes as long as its requests one after another do, within this share, if each is sent when another one ends."""
 
 
+_TOGETHER = 0.2
+"""Parts that come together are apart by less than this share of the median gap between tokens."""
+
+
 class _Bench(msgspec.Struct):
     ttfts: list[msgspec.Raw] | None = None
     itls: list[msgspec.Raw] | None = None
@@ -107,7 +111,12 @@ def requests_of_lists(payload: bytes, ended_s: Callable[[Any], float | None]) ->
         ttfts, itls, inputs, outputs = (getattr(bench, name) for name in _LISTS)
         errors = bench.errors or [msgspec.Raw(b'""')] * len(ttfts)
         starts = bench.start_times or _starts(bench)
-        read = partial(_bench_request, benchmark=number, ended_s=ended_s(bench.date))
+        read = partial(
+            _bench_request,
+            benchmark=number,
+            ended_s=ended_s(bench.date),
+            empty=_empty_part(itls, outputs, errors),
+        )
         for values in zip(starts, ttfts, itls, inputs, outputs, errors, strict=True):
             yield offset, b"[%b]" % b",".join(map(bytes, values)), read
 
@@ -237,14 +246,47 @@ def _finite_list(values: msgspec.Raw) -> list[float]:
     return [number for value in decoded if (number := number_of(value))] if isinstance(decoded, list) else []
 
 
-def _bench_request(record: bytes, *, benchmark: int, ended_s: float | None) -> ClientRow:
+def _empty_part(
+    itls: Sequence[msgspec.Raw], outputs: Sequence[msgspec.Raw], errors: Sequence[msgspec.Raw]
+) -> int | None:
+    """Return the index of the one part of every answer that has no token, 0 or -1; null if parts are tokens, or if it is not known.
+
+    A chat's stream begins with a part that has only the role, and of some servers it ends with one that has only the reason. vLLM's
+    program counts their times among those of the tokens. Such a part comes together with the token beside it.
+    """
+    answers: list[list[float]] = []
+    for gaps, output, error in zip(itls, outputs, errors, strict=True):
+        count, times = msgspec.json.decode(output), _numbers(gaps)
+        if bytes(error) not in (b'""', b"null") or times is None or not isinstance(count, int) or count < 1:
+            continue
+        if len(times) != count:
+            return None
+        answers.append(times)
+    longer = [gap for times in answers for gap in times[1:-1]]
+    if not longer:
+        return None
+    first, last = median(times[0] for times in answers), median(times[-1] for times in answers)
+    if min(first, last) > median(longer) * _TOGETHER:
+        return None
+    return 0 if first <= last else -1
+
+
+def _numbers(values: msgspec.Raw) -> list[float] | None:
+    """Return gaps between parts, also those of 0; null if one is not a number."""
+    decoded = msgspec.json.decode(values)
+    is_numbers = isinstance(decoded, list) and all(isinstance(v, int | float) for v in decoded)
+    return decoded if is_numbers else None
+
+
+def _bench_request(record: bytes, *, benchmark: int, ended_s: float | None, empty: int | None) -> ClientRow:
     request = msgspec.json.decode(record, type=_BenchRequest)
     times = tokens_since(request.ttft, request.itl)
+    tokens = [time for n, time in enumerate(times) if empty is None or n != empty % len(times)]
     return client_row(
         request.start_time,
         benchmark=benchmark,
         ended_s=ended_s,
-        token_s=times,
+        token_s=tokens,
         first_s=times[0],
         last_s=times[-1],
         prompt_tokens=request.input_len,

@@ -1,7 +1,7 @@
 """`vllm bench serve`: one document, or with `--append-result` a line for each benchmark.
 
-Read in vLLM 0.32 and 0.33 (`vllm/benchmarks/serve.py`). `--save-result` alone writes a summary, `--save-detailed` the requests too, in
-older versions without `start_times`.
+Read in vLLM 0.32 and 0.33 (`vllm/benchmarks/serve.py`), and written by 0.32 with the backends `vllm` and `openai-chat`.
+`--save-result` alone writes a summary, `--save-detailed` the requests too, in older versions without `start_times`.
 """
 
 from __future__ import annotations
