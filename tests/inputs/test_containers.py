@@ -101,6 +101,66 @@ def test_containers_nest(tables, runs, plain, lines, inner):
     _same(found, plain("stock"))
 
 
+def _lines_of_loki(content, key, time):
+    """Each line with its time and labels; the newest is the first."""
+    (stream,) = json.loads(wrapped.loki(content))["data"]["result"]
+    return [
+        {key: stream["stream"], "line": line, "timestamp": time(int(ns))} for ns, line in stream["values"]
+    ]
+
+
+def _events(content):
+    return json.loads(wrapped.cloudwatch(content))["events"]
+
+
+def _by_line(entries):
+    return "".join(f"{json.dumps(entry)}\n" for entry in entries)
+
+
+EXPORTS = {
+    # `jq -S`, or any tool that sorts keys.
+    "loki, sorted": lambda c: json.dumps(json.loads(wrapped.loki(c)), sort_keys=True, indent=2),
+    # X-Loki-Response-Encoding-Flags: https://grafana.com/docs/loki/latest/reference/loki-http-api/
+    "loki, flags": lambda c: (
+        wrapped.loki(c).decode().replace('"data": {', '"data": {"encodingFlags": ["categorize-labels"], ')
+    ),
+    # https://grafana.com/docs/loki/latest/query/logcli/, -o jsonl
+    "logcli": lambda c: _by_line(
+        _lines_of_loki(c, "labels", lambda ns: f"2026-09-21T13:33:{ns // 10**8 % 600 / 10:04.1f}Z")
+    ),
+    # Grafana's download of the logs in Explore
+    "grafana": lambda c: json.dumps(
+        [
+            {"line": one["line"], "timestamp": one["timestamp"], "fields": one["fields"]}
+            for one in _lines_of_loki(c, "fields", str)
+        ],
+        indent=2,
+    ),
+    # `aws logs get-log-events`, as boto3 and `--query` write it
+    "cloudwatch, tokens first": lambda c: json.dumps(
+        {"nextForwardToken": "f/3", "nextBackwardToken": "b/3", "events": _events(c)}
+    ),
+    "cloudwatch, only events": lambda c: json.dumps(_events(c), indent=4),
+    "cloudwatch, only events, sorted": lambda c: json.dumps(_events(c), sort_keys=True),
+    "cloudwatch, only times and messages": lambda c: json.dumps(
+        [{key: one[key] for key in ("timestamp", "message")} for one in _events(c)]
+    ),
+    # The answer of GetQueryResults states the language of the query first.
+    "insights": lambda c: json.dumps({"queryLanguage": "CWLI", **json.loads(wrapped.insights(c))}, indent=4),
+    # https://cloud.google.com/logging/docs/reference/v2/rest/v2/entries/list
+    "entries.list": lambda c: json.dumps({"entries": json.loads(wrapped.google(c)), "nextPageToken": "x"}),
+    "entries.list, page first": lambda c: json.dumps(
+        {"nextPageToken": "x", "entries": json.loads(wrapped.google(c))}, indent=2
+    ),
+}
+
+
+@pytest.mark.parametrize("export", EXPORTS)
+def test_other_answers_of_a_log_store_give_the_same_lines(reading, export):
+    content = b"".join(to_json(record(span(n))) + b"\n" for n in range(1, 6))
+    assert reading(EXPORTS[export](content).encode()) == (content, [])
+
+
 # -- parts, damage and hostile content --------------------------------------------------------------------
 
 
@@ -183,6 +243,33 @@ def test_a_number_of_300_digits_and_10_000_arrays_are_one_reject(reading, value)
     found, rejects = reading(hostile)
     assert hostile != content
     assert [b"%032x" % n in found for n in (1, 2)] == [False, True]
+    assert [reject.count for reject in rejects] == [1]
+
+
+@pytest.mark.parametrize("count", ["x", [1], {"a": 1}, None, -1, 2**40])
+def test_a_count_of_dropped_events_that_is_none_costs_its_span(reading, count):
+    content = wrapped.jaeger([record(span(1)), record(span(2))], indent=None)
+    tag = json.dumps({"key": "otel.dropped_events_count", "type": "int64", "value": count}).encode()
+    hostile = content.replace(b'"tags": [{"key": "otel.scope', b'"tags": [%b, {"key": "otel.scope' % tag, 1)
+    found, rejects = reading(hostile)
+    assert hostile != content
+    assert [b"%032x" % n in found for n in (1, 2)] == [False, True]
+    assert [reject.reason for reject in rejects] == ["not a span of Jaeger's"]
+
+
+def test_a_time_of_the_console_exporter_without_a_zone_is_utc(reading):
+    content = wrapped.console([record(span(1))])
+    without = content.replace(b'Z",', b'",')
+    assert without != content
+    assert reading(without) == reading(content)
+
+
+@pytest.mark.parametrize("value", [[], ["1790000000000000000"], [[1], "x"], [1, "x"], {}, "x"])
+def test_a_value_of_loki_that_is_no_line_is_one_reject_of_its_stream(reading, value):
+    answer = json.loads(wrapped.loki(to_json(record(span(1)))))
+    answer["data"]["result"].append({"stream": {"pod": "b"}, "values": [value]})
+    found, rejects = reading(json.dumps(answer).encode())
+    assert found == to_json(record(span(1))) + b"\n"
     assert [reject.count for reject in rejects] == [1]
 
 

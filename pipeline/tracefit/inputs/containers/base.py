@@ -237,7 +237,7 @@ def encoded(span: SpanItem) -> Encoded:
     if error not in (None, False, "", "false") and not status:
         status = "ERROR"
     dropped = {
-        f"dropped{what}Count": int(tags.pop(f"otel.dropped_{what.lower()}_count", 0))
+        f"dropped{what}Count": _count(tags.pop(f"otel.dropped_{what.lower()}_count", 0))
         for what in ("Attributes", "Events", "Links")
     }
     span.scope = span.scope or next(filter(None, scopes), "") or _scope_of(span)
@@ -258,6 +258,12 @@ def encoded(span: SpanItem) -> Encoded:
         **{key: count for key, count in dropped.items() if count},
     }
     return Encoded(otlp, span.resource, span.scope)
+
+
+def _count(value: Any) -> int:
+    if not isinstance(value, int | str) or not 0 <= int(value) < 2**32:
+        raise Faulty("not a count")
+    return int(value)
 
 
 def _scope_of(span: SpanItem) -> str:
