@@ -161,6 +161,27 @@ def test_other_answers_of_a_log_store_give_the_same_lines(reading, export):
     assert reading(EXPORTS[export](content).encode()) == (content, [])
 
 
+STARTUP = b"".join(
+    b"INFO 09-21 13:33:25 [loader.py:%d] Loading a shard of the model\n" % n for n in range(3000)
+)
+
+
+@pytest.mark.parametrize("lines", [None, "docker", "cri"])
+@pytest.mark.parametrize("container", ["console", "java"])
+def test_spans_after_a_long_start_of_the_server_are_read(reading, container, lines):
+    content = wrapped.TRACES[container]([record(span(n)) for n in range(1, 6)])
+    around = wrapped.LINES[lines] if lines else bytes
+    assert len(STARTUP) > 128 << 10
+    assert reading(around(STARTUP + content)) == reading(content)
+
+
+def test_a_log_that_is_read_itself_stays_one_though_spans_follow(reading):
+    step = b"INFO 09-21 13:33:25 [core.py:1] Iteration(1): 0 context requests, 0 context tokens, "
+    step += b"1 generation requests, 1 generation tokens, iteration elapsed time: 2.00 ms\n"
+    found, _ = reading(step + STARTUP + wrapped.console([record(span(1))]))
+    assert b"Iteration(1)" in found
+
+
 # -- parts, damage and hostile content --------------------------------------------------------------------
 
 
