@@ -147,6 +147,7 @@ EXPORTS = {
     ),
     # The answer of GetQueryResults states the language of the query first.
     "insights": lambda c: json.dumps({"queryLanguage": "CWLI", **json.loads(wrapped.insights(c))}, indent=4),
+    "google, CSV": lambda c: wrapped.google_table(c).decode(),
     # https://cloud.google.com/logging/docs/reference/v2/rest/v2/entries/list
     "entries.list": lambda c: json.dumps({"entries": json.loads(wrapped.google(c)), "nextPageToken": "x"}),
     "entries.list, page first": lambda c: json.dumps(
@@ -159,6 +160,18 @@ EXPORTS = {
 def test_other_answers_of_a_log_store_give_the_same_lines(reading, export):
     content = b"".join(to_json(record(span(n))) + b"\n" for n in range(1, 6))
     assert reading(EXPORTS[export](content).encode()) == (content, [])
+
+
+def test_a_row_of_csv_goes_on_over_line_ends_and_a_row_that_is_cut_is_rejected_alone(reading):
+    lines = [json.dumps(record(span(n)), indent=1).encode() for n in range(1, 4)]
+    rows = [
+        b'2026-09-21 13:33:2%d.123,"%b"\n' % (n, line.replace(b'"', b'""')) for n, line in enumerate(lines)
+    ]
+    rows.insert(2, b"2026-09-21 13:33:21.123,a,b,c\n")
+    rows.append(b'2026-09-21 13:33:29.123,"cut\n')
+    found, rejects = reading(b"@timestamp,@message\n" + b"".join(rows))
+    assert [b"%032x" % n in found for n in range(1, 4)] == [True, True, True]
+    assert [(reject.reason, reject.count) for reject in rejects] == [("not a row of CSV", 1)] * 2
 
 
 STARTUP = b"".join(

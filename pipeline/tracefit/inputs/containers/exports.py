@@ -41,7 +41,7 @@ def _reader(
         head, content = peeked(content, HEAD_BYTES)
         depth = depth_of(head.removeprefix(BOM).lstrip())
         lines = items(content, depth, begins, most_bytes, lambda text: _lines(entries(text)))
-        return _reversed(lines, most_bytes) if _is_newest_first(head) else lines
+        return in_order(lines, most_bytes, is_newest_first=_is_newest_first(head))
 
     return read
 
@@ -49,6 +49,13 @@ def _reader(
 def _is_newest_first(head: bytes) -> bool:
     times = list(dict.fromkeys(_STAMP.findall(head)))
     return len(times) > 1 and times[0] > times[1]
+
+
+def in_order(
+    content: Iterator[Piece | Gap], most_bytes: int, *, is_newest_first: bool
+) -> Iterator[Piece | Gap]:
+    """Return lines from the oldest to the newest."""
+    return _reversed(content, most_bytes) if is_newest_first else content
 
 
 def _reversed(content: Iterator[Piece | Gap], most_bytes: int) -> Iterator[Piece | Gap]:
