@@ -225,6 +225,14 @@ def test_parts_of_a_line_are_joined_though_another_stream_is_between_them(readin
     assert not rejects
 
 
+def test_a_file_with_many_streams_keeps_no_more_parts_than_one_with_two(reading):
+    """Each of nine streams is within the limit, all together are not."""
+    entry = {"log": "x" * (16 << 10), "time": wrapped.TIME}
+    lines = [json.dumps({**entry, "stream": f"s{n % 9}"}) for n in range(9 * 30)]
+    _, rejects = reading("\n".join(lines).encode(), max_document_mib=1)
+    assert "line longer than 1 MiB" in [reject.reason for reject in rejects]
+
+
 def test_a_line_of_a_runtime_that_is_cut_is_rejected_alone(reading):
     content = wrapped.docker(b"".join(to_json(record(span(n))) + b"\n" for n in range(1, 4)))
     first, second, third = content.splitlines(keepends=True)
