@@ -5,6 +5,8 @@ Each function names the description. Spans are OTLP records as JSON trees, as in
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
@@ -280,6 +282,25 @@ def subscription(content: bytes) -> bytes:
     return "".join(texts).encode()
 
 
+def log_table(content: bytes) -> bytes:
+    """`Export results` of Logs Insights: https://docs.aws.amazon.com/AmazonCloudWatch/latest/logs/AnalyzingLogData.html; newest first."""
+    text = io.StringIO()
+    rows = [(_iso_ns(ns)[:23].replace("T", " "), line) for ns, line in reversed(_stamps(content))]
+    csv.writer(text, lineterminator="\n").writerows([("@timestamp", "@message"), *rows])
+    return text.getvalue().encode()
+
+
+def google_table(content: bytes) -> bytes:
+    """Logs Explorer's download as CSV: https://cloud.google.com/logging/docs/view/logs-explorer-interface."""
+    text = io.StringIO()
+    names = ("insertId", "logName", "resource.labels.pod_name", "severity", "textPayload", "timestamp")
+    rows = [
+        (f"a{ns}", "projects/p/logs/x", "vllm-0", "INFO", line, _iso_ns(ns)) for ns, line in _stamps(content)
+    ]
+    csv.writer(text, quoting=csv.QUOTE_ALL).writerows([names, *rows])
+    return text.getvalue().encode()
+
+
 def google(content: bytes) -> bytes:
     """`gcloud logging read --format=json`: https://cloud.google.com/logging/docs/reference/v2/rest/v2/LogEntry; the newest is the first."""
     entries = [
@@ -331,6 +352,7 @@ LINES: dict[str, Callable[[bytes], bytes]] = {
     "loki": loki,
     "cloudwatch": cloudwatch,
     "google": google,
+    "log_table": log_table,
     "journal": journal,
 }
 """Content to the bytes of a container of lines, by its name."""

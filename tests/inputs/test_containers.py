@@ -101,6 +101,100 @@ def test_containers_nest(tables, runs, plain, lines, inner):
     _same(found, plain("stock"))
 
 
+def _lines_of_loki(content, key, time):
+    """Each line with its time and labels; the newest is the first."""
+    (stream,) = json.loads(wrapped.loki(content))["data"]["result"]
+    return [
+        {key: stream["stream"], "line": line, "timestamp": time(int(ns))} for ns, line in stream["values"]
+    ]
+
+
+def _events(content):
+    return json.loads(wrapped.cloudwatch(content))["events"]
+
+
+def _by_line(entries):
+    return "".join(f"{json.dumps(entry)}\n" for entry in entries)
+
+
+EXPORTS = {
+    # `jq -S`, or any tool that sorts keys.
+    "loki, sorted": lambda c: json.dumps(json.loads(wrapped.loki(c)), sort_keys=True, indent=2),
+    # X-Loki-Response-Encoding-Flags: https://grafana.com/docs/loki/latest/reference/loki-http-api/
+    "loki, flags": lambda c: (
+        wrapped.loki(c).decode().replace('"data": {', '"data": {"encodingFlags": ["categorize-labels"], ')
+    ),
+    # https://grafana.com/docs/loki/latest/query/logcli/, -o jsonl
+    "logcli": lambda c: _by_line(
+        _lines_of_loki(c, "labels", lambda ns: f"2026-09-21T13:33:{ns // 10**8 % 600 / 10:04.1f}Z")
+    ),
+    # Grafana's download of the logs in Explore
+    "grafana": lambda c: json.dumps(
+        [
+            {"line": one["line"], "timestamp": one["timestamp"], "fields": one["fields"]}
+            for one in _lines_of_loki(c, "fields", str)
+        ],
+        indent=2,
+    ),
+    # `aws logs get-log-events`, as boto3 and `--query` write it
+    "cloudwatch, tokens first": lambda c: json.dumps(
+        {"nextForwardToken": "f/3", "nextBackwardToken": "b/3", "events": _events(c)}
+    ),
+    "cloudwatch, only events": lambda c: json.dumps(_events(c), indent=4),
+    "cloudwatch, only events, sorted": lambda c: json.dumps(_events(c), sort_keys=True),
+    "cloudwatch, only times and messages": lambda c: json.dumps(
+        [{key: one[key] for key in ("timestamp", "message")} for one in _events(c)]
+    ),
+    # The answer of GetQueryResults states the language of the query first.
+    "insights": lambda c: json.dumps({"queryLanguage": "CWLI", **json.loads(wrapped.insights(c))}, indent=4),
+    "google, CSV": lambda c: wrapped.google_table(c).decode(),
+    # https://cloud.google.com/logging/docs/reference/v2/rest/v2/entries/list
+    "entries.list": lambda c: json.dumps({"entries": json.loads(wrapped.google(c)), "nextPageToken": "x"}),
+    "entries.list, page first": lambda c: json.dumps(
+        {"nextPageToken": "x", "entries": json.loads(wrapped.google(c))}, indent=2
+    ),
+}
+
+
+@pytest.mark.parametrize("export", EXPORTS)
+def test_other_answers_of_a_log_store_give_the_same_lines(reading, export):
+    content = b"".join(to_json(record(span(n))) + b"\n" for n in range(1, 6))
+    assert reading(EXPORTS[export](content).encode()) == (content, [])
+
+
+def test_a_row_of_csv_goes_on_over_line_ends_and_a_row_that_is_cut_is_rejected_alone(reading):
+    lines = [json.dumps(record(span(n)), indent=1).encode() for n in range(1, 4)]
+    rows = [
+        b'2026-09-21 13:33:2%d.123,"%b"\n' % (n, line.replace(b'"', b'""')) for n, line in enumerate(lines)
+    ]
+    rows.insert(2, b"2026-09-21 13:33:21.123,a,b,c\n")
+    rows.append(b'2026-09-21 13:33:29.123,"cut\n')
+    found, rejects = reading(b"@timestamp,@message\n" + b"".join(rows))
+    assert [b"%032x" % n in found for n in range(1, 4)] == [True, True, True]
+    assert [(reject.reason, reject.count) for reject in rejects] == [("not a row of CSV", 1)] * 2
+
+
+STARTUP = b"".join(
+    b"INFO 09-21 13:33:25 [loader.py:%d] Loading a shard of the model\n" % n for n in range(3000)
+)
+
+
+@pytest.mark.parametrize("lines", [None, "docker", "cri"])
+@pytest.mark.parametrize("container", ["console", "java"])
+def test_spans_after_a_long_start_of_the_server_are_read(reading, container, lines):
+    content = wrapped.TRACES[container]([record(span(n)) for n in range(1, 6)])
+    around = wrapped.LINES[lines] if lines else bytes
+    assert len(STARTUP) > 128 << 10
+    assert reading(around(STARTUP + content)) == reading(content)
+
+
+def test_a_log_that_is_read_itself_stays_one_though_spans_follow(reading):
+    step = b"INFO 09-21 13:33:25 [core.py:1] Iteration(1): 0 context requests, 0 context tokens, "
+    step += b"1 generation requests, 1 generation tokens, iteration elapsed time: 2.00 ms\n"
+    found, _ = reading(step + STARTUP + wrapped.console([record(span(1))]))
+    assert b"Iteration(1)" in found
+
+
 # -- parts, damage and hostile content --------------------------------------------------------------------
 
 
@@ -129,6 +223,14 @@ def test_parts_of_a_line_are_joined_though_another_stream_is_between_them(readin
     assert [line for line in found.splitlines() if line != b"other"] == content.splitlines()
     assert (b"other" in found) == (part < 999)
     assert not rejects
+
+
+def test_a_file_with_many_streams_keeps_no_more_parts_than_one_with_two(reading):
+    """Each of nine streams is within the limit, all together are not."""
+    entry = {"log": "x" * (16 << 10), "time": wrapped.TIME}
+    lines = [json.dumps({**entry, "stream": f"s{n % 9}"}) for n in range(9 * 30)]
+    _, rejects = reading("\n".join(lines).encode(), max_document_mib=1)
+    assert "line longer than 1 MiB" in [reject.reason for reject in rejects]
 
 
 def test_a_line_of_a_runtime_that_is_cut_is_rejected_alone(reading):
@@ -183,6 +285,33 @@ def test_a_number_of_300_digits_and_10_000_arrays_are_one_reject(reading, value)
     found, rejects = reading(hostile)
     assert hostile != content
     assert [b"%032x" % n in found for n in (1, 2)] == [False, True]
+    assert [reject.count for reject in rejects] == [1]
+
+
+@pytest.mark.parametrize("count", ["x", [1], {"a": 1}, None, -1, 2**40])
+def test_a_count_of_dropped_events_that_is_none_costs_its_span(reading, count):
+    content = wrapped.jaeger([record(span(1)), record(span(2))], indent=None)
+    tag = json.dumps({"key": "otel.dropped_events_count", "type": "int64", "value": count}).encode()
+    hostile = content.replace(b'"tags": [{"key": "otel.scope', b'"tags": [%b, {"key": "otel.scope' % tag, 1)
+    found, rejects = reading(hostile)
+    assert hostile != content
+    assert [b"%032x" % n in found for n in (1, 2)] == [False, True]
+    assert [reject.reason for reject in rejects] == ["not a span of Jaeger's"]
+
+
+def test_a_time_of_the_console_exporter_without_a_zone_is_utc(reading):
+    content = wrapped.console([record(span(1))])
+    without = content.replace(b'Z",', b'",')
+    assert without != content
+    assert reading(without) == reading(content)
+
+
+@pytest.mark.parametrize("value", [[], ["1790000000000000000"], [[1], "x"], [1, "x"], {}, "x"])
+def test_a_value_of_loki_that_is_no_line_is_one_reject_of_its_stream(reading, value):
+    answer = json.loads(wrapped.loki(to_json(record(span(1)))))
+    answer["data"]["result"].append({"stream": {"pod": "b"}, "values": [value]})
+    found, rejects = reading(json.dumps(answer).encode())
+    assert found == to_json(record(span(1))) + b"\n"
     assert [reject.count for reject in rejects] == [1]
 
 

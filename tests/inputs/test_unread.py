@@ -12,6 +12,11 @@ from tracefit.inputs.files import TraceFile
 from tracefit.inputs.unread import UNREAD
 
 EXAMPLES = {
+    # https://github.com/jaegertracing/jaeger-ui, packages/jaeger-ui/index.html
+    "page_of_jaeger": b'<!doctype html><html lang="en"><head><title>Jaeger UI</title></head><body></body></html>',
+    "page": b"<!doctype html>\n<html><head><title>Grafana</title></head><body></body></html>",
+    # https://www.jaegertracing.io/docs/latest/architecture/apis/
+    "answer_of_jaeger": b'{"data":null,"total":0,"limit":0,"offset":0,"errors":[{"code":400,"msg":"parameter \'service\' is required"}]}',
     # Elasticsearch documents of Jaeger: https://www.jaegertracing.io/docs/latest/storage/elasticsearch/
     "jaeger": b'{"_index":"jaeger-span","_source":{"traceID":"1","operationName":"llm_request","startTimeMillis":1}}\n',
     # https://zipkin.io/pages/data_model.html, version 1
@@ -26,6 +31,8 @@ EXAMPLES = {
     "sums_of_profile": b"Metric,avg,min,max,p99,p95,p90,p75,p50,p25\nTime To First Token (ms),20.1,18,30,30,29,28,22,20,19\n",
     # https://prometheus.io/docs/instrumenting/exposition_formats/
     "prometheus": b"# HELP vllm:num_requests_running Requests.\n# TYPE vllm:num_requests_running gauge\nvllm:num_requests_running 1\n",
+    # A metric query of Loki: https://grafana.com/docs/loki/latest/reference/loki-http-api/
+    "query_of_metrics": b'{"status":"success","data":{"resultType":"matrix","result":[{"metric":{},"values":[[1790000000,"1"]]}]}}',
     # https://docs.sglang.ai/
     "sglang_log": b"[2026-08-19 18:34:27] Decode batch. #running-req: 4, #token: 900, token usage: 0.01, gen throughput (token/s): 80\n",
     # https://nvidia.github.io/TensorRT-LLM/
@@ -44,6 +51,48 @@ def test_a_file_that_is_not_read_is_named_with_the_way_from_there(tmp_path, kind
     (tmp_path / "any").write_bytes(EXAMPLES[kind])
     _, title, way = UNREAD[kind]
     assert str(inspect_file(TraceFile.local(tmp_path / "any"))) == f"not OTLP traces: {title}; {way}"
+
+
+OTHERS = [
+    # The search page, as a browser saves it: https://github.com/jaegertracing/jaeger-ui, packages/jaeger-ui/index.html
+    (
+        "page_of_jaeger",
+        b'\n<!DOCTYPE html>\n<html lang="en">\n<head><base href="/"/><title>x</title></head><body><div id="jaeger-ui-root">',
+    ),
+    ("page", b"<html><head><title>Zipkin</title></head><body></body></html>"),
+    ("answer_of_jaeger", b'{"data":["vllm-server"],"total":1,"limit":0,"offset":0,"errors":null}\n'),
+    (
+        "answer_of_jaeger",
+        b'{"data":[{"name":"llm_request","spanKind":"server"}],"total":1,"limit":0,"offset":0,"errors":null}',
+    ),
+    ("tempo", b'{"traces":[],"metrics":{"inspectedBytes":"13","totalBlocks":13}}'),
+    ("tempo", b'{"traces":[],"metrics":{"totalBlocks":13}}'),
+    # Of /api/v3/traces
+    ("answer_of_jaeger", b'{"error":{"httpCode":404,"message":"No traces found"}}'),
+    ("tempo", b'{"scopes":[{"name":"span","tags":["gen_ai.request.id"]}]}'),
+    # https://github.com/open-telemetry/opentelemetry-java, exporters/logging
+    (
+        "console",
+        b"INFO: 'llm_request' : 0af7651916cd43dd8448eb211c80319c b7ad6b7169203331 SERVER [tracer: vllm:1.0] {}\n",
+    ),
+    # https://pkg.go.dev/go.opentelemetry.io/otel/exporters/stdout/stdouttrace
+    ("console", b'{\n\t"Name": "llm_request",\n\t"SpanContext": {\n\t\t"TraceID": "0af7"}}\n'),
+    # A part of the text, as grep leaves it.
+    ("prometheus", b'vllm:e2e_request_latency_seconds_bucket{le="0.3",model_name="m"} 4.0\n'),
+    # https://prometheus.io/docs/prometheus/latest/querying/api/
+    (
+        "query_of_metrics",
+        b'{"status":"success","data":{"resultType":"vector","result":[{"metric":{"pod":"v"},"value":[1.7e9,"1"]}]}}',
+    ),
+    # /metrics of trtllm-serve: https://nvidia.github.io/TensorRT-LLM/
+    ("trtllm_log", b'[{"gpuMemUsage":2,"iter":3,"iterLatencyMS":12.1,"kvCacheStats":{"maxNumBlocks":10}}]'),
+]
+
+
+@pytest.mark.parametrize(("kind", "content"), OTHERS)
+def test_relatives_of_a_kind_have_its_name(tmp_path, kind, content):
+    (tmp_path / "any").write_bytes(content)
+    assert UNREAD[kind].title in str(inspect_file(TraceFile.local(tmp_path / "any")))
 
 
 @pytest.mark.parametrize("kind", ["prometheus", "tempo"])

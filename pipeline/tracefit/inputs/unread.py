@@ -23,7 +23,28 @@ class UnreadKind(NamedTuple):
     way: str
 
 
+_HTML = rb"(?is)\A(?:\xef\xbb\xbf)?\s*<(?:!doctype html|html)\b"
+
 UNREAD = {
+    "page_of_jaeger": UnreadKind(
+        re.compile(_HTML + rb".*?(?:jaeger-ui|Jaeger UI)"),
+        "the page of Jaeger's user interface, which holds no spans",
+        "save the answer of /api/traces?service=NAME&limit=100000",
+    ),
+    "page": UnreadKind(
+        re.compile(_HTML),
+        "a web page, which holds no spans",
+        "save the answer of the API that the page calls, in JSON",
+    ),
+    "answer_of_jaeger": UnreadKind(
+        re.compile(
+            rb'\A\s*\{(?=[^{]{0,400}"(?:data|total)"\s*:)(?=.{0,2000}"(?:total|limit|offset)"\s*:\s*[0-9])(?=.{0,2000}"errors"\s*:)'
+            rb'|\A\s*\{\s*"error"\s*:\s*\{\s*"httpCode"\s*:',
+            re.DOTALL,
+        ),
+        "Jaeger's answer without spans",
+        "save the answer of /api/traces?service=NAME&limit=100000",
+    ),
     "jaeger": UnreadKind(
         re.compile(rb'"operationName"\s*:|"operation_name"\s*:\s*"'),
         "spans of Jaeger in another form than its API's",
@@ -35,13 +56,17 @@ UNREAD = {
         "save the answer of /api/v2/traces?limit=100000",
     ),
     "tempo": UnreadKind(
-        re.compile(rb'"rootServiceName"\s*:|"rootTraceName"\s*:|"spanSets?"\s*:\s*[\[{]'),
+        re.compile(
+            rb'"rootServiceName"\s*:|"rootTraceName"\s*:|"spanSets?"\s*:\s*[\[{]|"inspectedBytes"\s*:|\A\{\s*"(?:traces|scopes|tagNames|tagValues)"\s*:\s*\['
+        ),
         "Tempo's answer to a search, which names traces and holds no spans",
         "save the answer of /api/v2/traces/ID for each",
     ),
     "console": UnreadKind(
         re.compile(
             rb"\n\s+(?:instrumentationScope|traceId|parentSpanContext): [{'u]|ResourceSpans #[0-9]+\n"
+            rb"|LoggingSpanExporter export|' : [0-9a-f]{32} [0-9a-f]{16} [A-Z]{6,8} \[tracer: "
+            rb'|"SpanContext"\s*:\s*\{\s*"TraceID"\s*:'
         ),
         "spans as a console or debug exporter prints them for people",
         "use the exporter otlp, or the Collector's file exporter",
@@ -57,9 +82,19 @@ UNREAD = {
         "give the JSON files beside it, profile_export*.json and .jsonl",
     ),
     "prometheus": UnreadKind(
-        re.compile(rb"(?:^|\n)# (?:HELP|TYPE) [a-zA-Z_:][a-zA-Z0-9_:]* "),
+        re.compile(
+            rb"(?:^|\n)# (?:HELP|TYPE) [a-zA-Z_:][a-zA-Z0-9_:]* "
+            rb'|(?:^|\n)[a-zA-Z_:][a-zA-Z0-9_:]*\{[a-zA-Z_][a-zA-Z0-9_]*="[^"\n]{0,200}"[^\n}]{0,2000}\} [-+0-9.eE]+(?: [0-9]+)?\r?\n'
+        ),
         "Prometheus text, which has sums over requests and no single one",
         _SPANS_OF_REQUESTS,
+    ),
+    "query_of_metrics": UnreadKind(
+        re.compile(
+            rb'"resultType"\s*:\s*"(?:matrix|vector|scalar)"|"result"\s*:\s*\[\s*\{\s*"metric"\s*:\s*\{'
+        ),
+        "an answer with metrics of Prometheus or Loki, which has no request and no line",
+        "for a log, query its lines without rate() or count_over_time(); for requests, " + _SPANS_OF_REQUESTS,
     ),
     "sglang_log": UnreadKind(
         re.compile(
@@ -69,8 +104,8 @@ UNREAD = {
         "start the server with --enable-forward-pass-metrics or --enable-trace",
     ),
     "trtllm_log": UnreadKind(
-        re.compile(rb"\[TRT-LLM\]|\[TensorRT-LLM\]|host_step_time = "),
-        "TensorRT-LLM's log, whose lines of steps are not read",
+        re.compile(rb'\[TRT-LLM\]|\[TensorRT-LLM\]|host_step_time = |"iterLatencyMS"\s*:'),
+        "TensorRT-LLM's log or statistics, whose lines of steps are not read",
         "record the metrics of forward passes of Dynamo's worker",
     ),
     "vllm_log": UnreadKind(

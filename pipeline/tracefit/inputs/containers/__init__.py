@@ -10,5 +10,5 @@ from tracefit.inputs.containers.base import CONTAINERS, Container, unwrapped
 __all__ = ["CONTAINERS", "Container", "unwrapped"]
 
 # The order in which they are tried.
-for _name in ("lines", "jaeger", "zipkin", "console", "exports", "documents"):
+for _name in ("lines", "jaeger", "zipkin", "console", "exports", "tables", "documents"):
     import_module(f"{__name__}.{_name}")

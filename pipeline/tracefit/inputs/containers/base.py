@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import msgspec
 
 from tracefit.inputs.compression import Gap, Piece
+from tracefit.inputs.formats import RECORDINGS
 from tracefit.inputs.framing import BOM, RECORD_START
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
 HEAD_BYTES, MOST_HEAD_BYTES = 64 << 10, 4 << 20
-"""Bytes by which a container is recognised; of a document over several lines, whose end shows what it is."""
+"""Bytes by which a container is recognised; of a document over several lines, whose end shows what it is, and of a log that spans follow."""
 
 PRETTY = re.compile(rb"[\[{]\s*\n|[\[{][^\n]*[\[{,:]\s*\n(?=[ \t\]}])")
 """The beginning of a document over several lines."""
@@ -80,7 +81,7 @@ def unwrapped(
         head = head.removeprefix(BOM).lstrip()
         # The usual case: there may be thousands of small files.
         container = None if _PLAIN.match(head) else _container_of(head)
-        if container is None and len(head) >= HEAD_BYTES // 2 and PRETTY.match(head):
+        if container is None and len(head) >= HEAD_BYTES // 2 and (PRETTY.match(head) or _is_log(head)):
             head, content = peeked(content, MOST_HEAD_BYTES)
             container = _container_of(head.removeprefix(BOM).lstrip())
         if container is None:
@@ -88,6 +89,12 @@ def unwrapped(
         found.append(container)
         content = container.read(content, most_bytes)
     yield from content
+
+
+def _is_log(head: bytes) -> bool:
+    """Return whether content is a program's output, which spans may follow; of one that is read itself, none are asked."""
+    is_text = b"\n" in head and b"\0" not in head and not RECORD_START.match(head)
+    return is_text and not any(mark in head for one in RECORDINGS.values() for mark in one.stamped)
 
 
 def _container_of(head: bytes) -> Container | None:
@@ -237,7 +244,7 @@ def encoded(span: SpanItem) -> Encoded:
     if error not in (None, False, "", "false") and not status:
         status = "ERROR"
     dropped = {
-        f"dropped{what}Count": int(tags.pop(f"otel.dropped_{what.lower()}_count", 0))
+        f"dropped{what}Count": _count(tags.pop(f"otel.dropped_{what.lower()}_count", 0))
         for what in ("Attributes", "Events", "Links")
     }
     span.scope = span.scope or next(filter(None, scopes), "") or _scope_of(span)
@@ -258,6 +265,12 @@ def encoded(span: SpanItem) -> Encoded:
         **{key: count for key, count in dropped.items() if count},
     }
     return Encoded(otlp, span.resource, span.scope)
+
+
+def _count(value: Any) -> int:
+    if not isinstance(value, int | str) or not 0 <= int(value) < 2**32:
+        raise Faulty("not a count")
+    return int(value)
 
 
 def _scope_of(span: SpanItem) -> str:

@@ -70,7 +70,8 @@ _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 def _ns(text: str) -> str:
-    since = datetime.fromisoformat(text) - _EPOCH
+    time = datetime.fromisoformat(text)
+    since = (time if time.tzinfo else time.replace(tzinfo=UTC)) - _EPOCH
     if since.days < 0:
         raise Faulty("time before 1970")
     return str(((since.days * 86_400 + since.seconds) * 10**6 + since.microseconds) * 1000)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from tracefit.inputs.compression import Gap, Piece
-from tracefit.inputs.containers.base import HEAD_BYTES, Container, peeked, register
+from tracefit.inputs.containers.base import HEAD_BYTES, Container, Faulty, peeked, register
 from tracefit.inputs.containers.elements import items
 from tracefit.inputs.containers.lines import Entry, iso_of_ns, printed
 from tracefit.inputs.framing import BOM
@@ -41,7 +41,7 @@ def _reader(
         head, content = peeked(content, HEAD_BYTES)
         depth = depth_of(head.removeprefix(BOM).lstrip())
         lines = items(content, depth, begins, most_bytes, lambda text: _lines(entries(text)))
-        return _reversed(lines, most_bytes) if _is_newest_first(head) else lines
+        return in_order(lines, most_bytes, is_newest_first=_is_newest_first(head))
 
     return read
 
@@ -49,6 +49,13 @@ def _reader(
 def _is_newest_first(head: bytes) -> bool:
     times = list(dict.fromkeys(_STAMP.findall(head)))
     return len(times) > 1 and times[0] > times[1]
+
+
+def in_order(
+    content: Iterator[Piece | Gap], most_bytes: int, *, is_newest_first: bool
+) -> Iterator[Piece | Gap]:
+    """Return lines from the oldest to the newest."""
+    return _reversed(content, most_bytes) if is_newest_first else content
 
 
 def _reversed(content: Iterator[Piece | Gap], most_bytes: int) -> Iterator[Piece | Gap]:
@@ -80,17 +87,50 @@ class _LokiStream(msgspec.Struct):
     stream: dict[str, str] | None = None
 
 
+class _LokiLine(msgspec.Struct):
+    """A line as logcli (`-o jsonl`) and Grafana's download write it."""
+
+    line: str
+    timestamp: str = ""
+    labels: dict[str, Any] | None = None
+    fields: dict[str, Any] | None = None
+
+
 _STREAM = msgspec.json.Decoder(_LokiStream)
-_LOKI_FIND = re.compile(
-    rb'\{\s*"status"\s*:\s*"success"\s*,\s*"data"\s*:\s*\{\s*"resultType"\s*:\s*"streams"'
+_LINE = msgspec.json.Decoder(_LokiLine)
+_LOKI_FIELDS = 2
+"""A line's time and text; newer answers have its other labels too."""
+
+_LOKI_ANSWER = re.compile(
+    rb'\{\s*(?:"status"\s*:\s*"success"\s*,\s*)?"data"\s*:\s*\{(?:\s*"encodingFlags"\s*:\s*\[[^\]{}]*\]\s*,)?'
+    rb'\s*(?:"resultType"\s*:\s*"streams"|"result"\s*:\s*\[\s*\{\s*"stream"\s*:\s*\{)'
 )
+_LOKI_LINE = re.compile(rb'[\[\s]*\{\s*"(?:line"\s*:\s*"|labels"\s*:\s*\{[^{}]*\}\s*,\s*"line"\s*:\s*")')
+_LOKI_TIME = re.compile(rb'"timestamp"\s*:\s*"')
+
+
+def _is_loki(head: bytes) -> bool:
+    return bool(_LOKI_ANSWER.match(head) or (_LOKI_LINE.match(head) and _LOKI_TIME.search(head)))
+
+
+def _loki_depth(head: bytes) -> int:
+    return 3 if _LOKI_ANSWER.match(head) else int(head.startswith(b"["))
 
 
 def _loki(text: bytes) -> list[Entry]:
     if not text.startswith(b"{"):
         return []
+    if _LOKI_LINE.match(text):
+        line = _LINE.decode(text)
+        time = iso_of_ns(int(line.timestamp)) if line.timestamp.isdigit() else line.timestamp
+        return [
+            Entry(line.line.rstrip("\n").encode(errors="replace"), time, line.labels or line.fields or {})
+        ]
     read = _STREAM.decode(text)
-    rows = [(int(value[0]), str(value[1]).rstrip("\n")) for value in read.values or ()]
+    values = read.values or []
+    if not all(len(value) >= _LOKI_FIELDS and isinstance(value[0], str) for value in values):
+        raise Faulty("not a time and a line")
+    rows = [(int(value[0]), str(value[1]).rstrip("\n")) for value in values]
     if len(rows) > 1 and rows[0][0] > rows[-1][0]:
         rows.reverse()
     rows.sort(key=lambda row: row[0])
@@ -104,8 +144,12 @@ LOKI = register(
         holds="all",
         version="API v1",
         source="https://grafana.com/docs/loki/latest/reference/loki-http-api/#query-logs-within-a-range-of-time",
-        find=lambda head: bool(_LOKI_FIND.match(head)),
-        read=_reader(re.compile(rb'\{\s*"(?:stream"\s*:\s*\{|values"\s*:\s*\[)'), lambda _: 3, _loki),
+        find=_is_loki,
+        read=_reader(
+            re.compile(rb'\{\s*"(?:stream"\s*:\s*\{|values"\s*:\s*\[|line"\s*:\s*"|labels"\s*:\s*\{)'),
+            _loki_depth,
+            _loki,
+        ),
     )
 )
 
@@ -130,9 +174,17 @@ class _Field(msgspec.Struct):
 
 _EVENT, _DELIVERY = msgspec.json.Decoder(_CloudwatchEvent), msgspec.json.Decoder(_Delivery)
 _FIELDS, _TEXTS = msgspec.json.Decoder(list[_Field]), msgspec.json.Decoder(dict[str, Any])
+_BEFORE = rb'\{\s*(?:"[A-Za-z]{1,40}"\s*:\s*"[^"\\]{0,2000}"\s*,\s*){0,4}'
+"""Texts that an answer may have before its list: tokens of pages, a key, the language of the query."""
+
+_CLOUDWATCH_ANSWER = re.compile(
+    _BEFORE + rb'"(?:events"\s*:\s*\[\s*\{[^{}]{0,400}?"(?:timestamp|message|logStreamName)"'
+    rb'|results"\s*:\s*\[\s*\[\s*\{\s*"(?:field|value)")'
+)
 _CLOUDWATCH_FIND = re.compile(
-    rb'\{\s*"events"\s*:\s*\[\s*\{[^{}]{0,400}?"(?:timestamp|message|logStreamName)"'
-    rb'|\{\s*"results"\s*:\s*\[\s*\[\s*\{\s*"(?:field|value)"'
+    _CLOUDWATCH_ANSWER.pattern
+    + rb'|\[\s*\{\s*(?:"(?:logStreamName|eventId)"\s*:\s*"[^"\\]{0,600}"\s*,\s*){0,2}"timestamp"\s*:\s*[0-9]{13}\s*,\s*"message"'
+    rb'|\[\s*\{\s*(?:"eventId"\s*:\s*"[^"\\]{0,600}"\s*,\s*)?"ingestionTime"\s*:\s*[0-9]{13}\s*,'
     rb'|[\[\s]*\{\s*"@(?:timestamp|message|logStream|ptr)"\s*:\s*"'
     rb'|\{\s*"messageType"\s*:\s*"(?:DATA|CONTROL)_MESSAGE"'
 )
@@ -175,7 +227,7 @@ def _insight(fields: dict[str, Any]) -> Entry:
 def _cloudwatch_depth(head: bytes) -> int:
     if head.startswith(b"["):
         return 1
-    return 2 if re.match(rb'\{\s*"(?:events|results)"', head) else 0
+    return 2 if _CLOUDWATCH_ANSWER.match(head) else 0
 
 
 CLOUDWATCH = register(
@@ -221,6 +273,13 @@ _GOOGLE_KEYS = re.compile(rb'"(?:textPayload|jsonPayload)"\s*:')
 _GOOGLE_NAME = re.compile(rb'"logName"\s*:\s*"(?:projects|organizations|folders|billingAccounts)/')
 
 
+_GOOGLE_ANSWER = re.compile(_BEFORE + rb'"entries"\s*:\s*\[')
+
+
+def _google_depth(head: bytes) -> int:
+    return 2 if _GOOGLE_ANSWER.match(head) else int(head.startswith(b"["))
+
+
 def _google(text: bytes) -> list[Entry]:
     entry = _ENTRY.decode(text)
     payload = entry.payload or {}
@@ -252,7 +311,7 @@ GOOGLE = register(
         ),
         read=_reader(
             re.compile(rb'\{\s*"(?:insertId|jsonPayload|logName|textPayload|receiveTimestamp)"\s*:'),
-            lambda head: int(head.startswith(b"[")),
+            _google_depth,
             _google,
         ),
     )

@@ -132,7 +132,9 @@ def _docker(lines: Iterator[bytes | Gap], *, has_ends: bool) -> Iterator[Entry |
             has_ends = has_ends or is_ended
             text = entry.log.removesuffix("\n").removesuffix("\r").encode(errors="replace")
             is_part = not is_ended and (has_ends or len(text) >= _DOCKER_PART_BYTES)
-            yield Entry(text, entry.time, labels, entry.stream, is_part)
+            # Parts are kept for each stream: there are two, whatever a file says.
+            stream = "stderr" if entry.stream == "stderr" else ""
+            yield Entry(text, entry.time, labels, stream, is_part)
 
 
 def _read_docker(content: Iterator[Piece | Gap], most_bytes: int) -> Iterator[Piece | Gap]:
