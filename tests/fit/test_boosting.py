@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import sklearn
 from sklearn.ensemble import HistGradientBoostingRegressor
 from threadpoolctl import threadpool_limits
 
@@ -18,7 +19,13 @@ def _expected(features, y, evaluated):
         return library.fit(features, y).predict(evaluated)
 
 
-@pytest.mark.parametrize(("rows", "step"), [(90, 10.0), (400, 1.0), (900, 0.0)])
+SAME_BINS = pytest.mark.skipif(
+    tuple(map(int, sklearn.__version__.split(".")[:2])) < (1, 9),
+    reason="older versions of scikit-learn cut the values of a feature with more of them than bins elsewhere",
+)
+
+
+@pytest.mark.parametrize(("rows", "step"), [(90, 10.0), (400, 1.0), pytest.param(900, 0.0, marks=SAME_BINS)])
 def test_predictions_are_those_of_scikit_learn(rows, step):
     """Few values of a feature, a bin for each, and more values than bins."""
     rng = np.random.default_rng(rows)
@@ -32,6 +39,7 @@ def test_predictions_are_those_of_scikit_learn(rows, step):
     assert np.ptp(found) > 0.1
 
 
+@SAME_BINS
 def test_unknown_values_go_where_they_fit_best_as_in_scikit_learn():
     """In the recording, above a line, below it, or only in rows to predict."""
     rng = np.random.default_rng(3)
