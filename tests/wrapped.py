@@ -336,6 +336,11 @@ def journal(content: bytes) -> bytes:
     return "".join(json.dumps(entry) + "\n" for entry in entries).encode()
 
 
+def cloudwatch_s3(records: list[Record]) -> bytes:
+    """A line per event behind its time: https://docs.aws.amazon.com/AmazonCloudWatch/latest/logs/S3Export.html."""
+    return "".join(f"{TIME[:23]}Z {json.dumps(record)}\n" for record in records).encode()
+
+
 TRACES: dict[str, Callable[[list[Record]], bytes]] = {
     "jaeger": jaeger,
     "jaeger_v3": jaeger_v3,
@@ -343,6 +348,7 @@ TRACES: dict[str, Callable[[list[Record]], bytes]] = {
     "console": console,
     "java": java,
     "documents": pretty,
+    "cloudwatch_s3": cloudwatch_s3,
 }
 """Records to the bytes of a container of spans, by its name."""
 

@@ -195,6 +195,34 @@ CRI = register(
     )
 )
 
+# -- CloudWatch's export ----------------------------------------------------------------------------------
+
+_EXPORTED = re.compile(rb"([0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9:.]{8,18}Z) (?=\{\s*\"resourceSpans\")")
+"""Only lines of spans: in a log a time before the text belongs to the line."""
+
+
+def _exported(lines: Iterator[bytes | Gap]) -> Iterator[Entry | Gap]:
+    for line in lines:
+        if isinstance(line, Gap):
+            yield line
+        elif match := _EXPORTED.match(line):
+            yield Entry(line[match.end() :], match[1].decode())
+        elif line.strip():
+            yield Gap("not a line of an export with spans", record=line)
+
+
+CLOUDWATCH_LINES = register(
+    Container(
+        name="cloudwatch_s3",
+        title="lines of CloudWatch's export to S3",
+        holds="traces",
+        version="export tasks of 2026",
+        source="https://docs.aws.amazon.com/AmazonCloudWatch/latest/logs/S3Export.html",
+        find=lambda head: bool(_EXPORTED.match(head)),
+        read=lambda content, most_bytes: printed(_exported(lines_in(content, most_bytes)), most_bytes),
+    )
+)
+
 # -- journald ---------------------------------------------------------------------------------------------
 
 
