@@ -274,7 +274,7 @@ def test_a_dump_that_ends_anywhere_is_read_up_to_there(reading, container):
     found, rejects = reading(content[: at + 60])
     whole = [n for n in range(1, 21) if b"%032x" % n in found]
     assert set(whole) >= set(range(1, 15 if container != "jaeger_v3" else 14))
-    # A line that is no JSON is the reject of the reader behind.
+    # A line that is not JSON is a reject of the reader behind.
     assert container in {"java", "cloudwatch_s3"} or rejects
 
 
