@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from tracefit.errors import printable, spreadsheet_safe
 from tracefit.models import targets
+from tracefit.options import LoadOptions, ObjectivesOption, RateOption, flag_of
 from tracefit.server.settings import without_attribute
 from tracefit.text import (
     FIRST_DATE_NS,
@@ -476,9 +477,11 @@ def transfer_text(result: models.TransferResult) -> str:
     ]
     lines += ["", columns(head, rows), ""] if rows else [""]
     lines += [_wrapped(f"note    {note}", " " * 8) for note in result.notes]
+    rate, slo = flag_of(RateOption), flag_of(ObjectivesOption)
+    prompt, output = (flag_of(LoadOptions, name) for name in ("prompt", "output"))
     lines += [
         f"wrote   {result.out}",
-        f"use     tracefit plan {result.out} --rate 10 --prompt 500 --output 200 --slo itl_p99=50",
+        f"use     tracefit plan {result.out} {rate} 10 {prompt} 500 {output} 200 {slo} itl_p99=50",
     ]
     return "\n".join(lines)
 
