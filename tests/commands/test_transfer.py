@@ -2,11 +2,13 @@
 
 import json
 
+import polars as pl
 import pytest
 
 import tracefit
 from tracefit import evaluator
 from tracefit.commands.described import SERVER_FILE
+from tracefit.replay.plan import StepLawUncertainty
 from tracefit.synth import SynthOptions, synth, write_run
 from tracefit.synth.laws import GPUS, MODELS, RooflineLaw
 
@@ -121,6 +123,27 @@ def test_a_prediction_has_the_interval_of_its_phase(new):
     assert step.low_us == pytest.approx(step.value_us / (1 + pct / 100), rel=1e-6)
 
 
+def test_a_plan_is_as_uncertain_as_servers_that_were_left_out(new):
+    model = tracefit.load(new).model("beta.cycle_time")
+    step = {
+        "batch": 8.0,
+        "context": 300.0,
+        "prefill": 0.0,
+        "prefill_reqs": 0.0,
+        "prefill_done": 0.0,
+        "waiting": 0.0,
+    }
+    batches = pl.DataFrame([{**step, "steps": 1.0, "time": 1.0}])
+
+    def slowness(sd_pct):
+        transfer = model.transfer.model_copy(update={"sd_pct": sd_pct})
+        return StepLawUncertainty(model.model_copy(update={"transfer": transfer}), {}).slowness(batches, 0.0)
+
+    assert slowness(0.0) == pytest.approx((1.0, 1.0))
+    # The 5th and 95th percentile of a normal logarithm are 1.645 standard deviations away.
+    assert slowness(20.0) == pytest.approx((1.2**-1.645, 1.2**1.645), rel=0.03)
+
+
 @pytest.mark.slow
 def test_servers_are_planned_with_it(new, command):
     code, text, _ = command(
@@ -152,7 +175,7 @@ def test_files_are_compared_and_reported_as_any_others(new, command):
     assert command("compare", new, new)[0] == 0
     code, text, _ = command("report", new)
     assert code == 0
-    assert "was not needed for its model" in " ".join(text.split())
+    assert "Step times follow from a law from 2 deployments" in " ".join(text.split())
 
 
 def test_the_command_prints_the_errors_on_left_out_servers(servers, tmp_path, command):

@@ -41,11 +41,12 @@ def test_coefficients_keep_to_their_bounds():
     assert law.coef_[2] == pytest.approx(1.8)
 
 
-def test_one_step_in_ten_that_hangs_hardly_moves_the_others():
+def test_one_mistimed_step_in_ten_hardly_moves_the_others():
     x = _steps()
     y = x @ [500.0, 20.0, 1.5]
-    y[::10] *= 5
-    assert LawRegressor(strength=1e-12).fit(x, y).coef_ == pytest.approx([500.0, 20.0, 1.5], rel=0.03)
+    # Relative errors of steps that are too short have no limit.
+    y[::10] /= 5
+    assert LawRegressor(strength=1e-12).fit(x, y).coef_ == pytest.approx([500.0, 20.0, 1.5], rel=0.05)
 
 
 def test_two_terms_that_go_together_are_shared_as_their_priors_say():

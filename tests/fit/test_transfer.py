@@ -142,7 +142,7 @@ def test_a_model_is_the_same_under_another_name():
 
 
 def test_every_tensor_parallelism_is_left_out_in_turn_and_its_interval_holds():
-    folds = leave_out([server(tp=tp) for tp in (1, 2, 4, 8)], "tensor_parallel")
+    folds = leave_out([server(tp=tp, steps=600) for tp in (1, 2, 4, 8)], "tensor_parallel")
     assert [fold.left_out for fold in folds] == ["tp1", "tp2", "tp4", "tp8"]
     assert all((fold.errors.mape_pct or 99) < 3 for fold in folds)
     assert all((fold.coverage_pct or 0) > 85 for fold in folds)

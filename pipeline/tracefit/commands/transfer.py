@@ -333,11 +333,16 @@ def _sources(places: Sequence[str | Path], target: RunContext, progress: KeptWar
 def _law_rows(
     store: TableStore, runs: pl.DataFrame, deployment: Deployment, members: Sequence[str]
 ) -> LawRows:
-    kept = sample_runs(runs, members, most_rows=_MOST_ROWS, most_runs=_MOST_RUNS)
-    write_timelines(store, kept)
-    tables = load_deployment(store, kept)
+    tables = _tables_of(store, runs, members)
     seen, _ = with_seen_limits(deployment, tables.timeline)
     return law_rows(seen, tables)
+
+
+def _tables_of(store: TableStore, runs: pl.DataFrame, members: Sequence[str]) -> DeploymentTables:
+    """Return the tables of a deployment's runs, of some of them where they are many."""
+    kept = sample_runs(runs, members, most_rows=_MOST_ROWS, most_runs=_MOST_RUNS)
+    write_timelines(store, kept)
+    return load_deployment(store, kept)
 
 
 def _no_source(context: RunContext) -> str | None:
@@ -428,9 +433,7 @@ def _steps_of(store: TableStore, target: Deployment, where: str) -> tuple[LawRow
             hint=f"there are: {', '.join(one.deployment_id for one, _ in every)}; model, GPU and tensor parallelism have to be those of the new server",
         )
     _, members = of_server[0]
-    kept = sample_runs(runs, members, most_rows=_MOST_ROWS, most_runs=_MOST_RUNS)
-    write_timelines(store, kept)
-    tables = load_deployment(store, kept)
+    tables = _tables_of(store, runs, members)
     return law_rows(target, tables), tables
 
 

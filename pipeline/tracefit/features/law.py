@@ -20,7 +20,7 @@ from tracefit.features.batches import PADDED, batch_formulas
 from tracefit.features.roofline import matrix_formulas, number_text, roofline_formulas
 from tracefit.features.sets import LAW as LAW_SET
 from tracefit.models.columns import with_formulas
-from tracefit.models.formulas import parse_formula
+from tracefit.models.formulas import names_in, parse_formula
 
 if TYPE_CHECKING:
     from tracefit.features.sets import Feature
@@ -191,36 +191,16 @@ def law_formulas(context: RunContext, *, digits: int = _FILE_DIGITS) -> dict[str
     }
 
 
-LAW_NAMES = (
-    "kernels",
-    "all_reduces",
-    "prompt_matrix_us",
-    "prompt_attention_us",
-    "decode_matrix_us",
-    "graph_requests",
-)
-"""Columns that `add_law` adds: what the law needs beside the roofline and the batch as the server runs it."""
-
-
-def add_law(timeline: pl.DataFrame, context: RunContext) -> pl.DataFrame:
-    """Add `LAW_NAMES` to steps that have the terms of the roofline, Float64; null without a known model and GPU."""
-    if context.architecture is None or context.gpu is None:
-        return timeline.with_columns(pl.lit(None, pl.Float64).alias(name) for name in LAW_NAMES)
-    known = timeline.drop(LAW_NAMES, strict=False).with_columns(
-        prefill_context_tokens=pl.col("prefill_context_tokens").fill_null(0)
-    )
-    formulas = law_formulas(context, digits=_EXACT_DIGITS)
-    helpers = [name for name in formulas if name.endswith("_visible_tokens") or name.startswith(PADDED)]
-    for name in (*helpers, *LAW_NAMES):
-        known = with_formulas(known, {name: parse_formula(formulas[name], where=name)})
-    return timeline.with_columns(known[name] for name in LAW_NAMES)
-
-
 def with_law(timeline: pl.DataFrame, context: RunContext) -> pl.DataFrame:
-    """Add the names in the law's formulas to the steps of a server, Float64.
+    """Add the names in the law's formulas to the steps of a server, Float64; null without a known model and GPU.
 
     Where nothing says how much of a prompt was computed before, it is taken to be nothing.
     """
+    if context.architecture is None or context.gpu is None:
+        names = {name for f in LAW_SET.features for name in names_in(parse_formula(f.formula, where=f.name))}
+        return timeline.with_columns(
+            pl.lit(None, pl.Float64).alias(name) for name in sorted(names - {*BATCH_COLUMNS})
+        )
     known = timeline.with_columns(
         prefill_context_tokens=pl.col("prefill_context_tokens").fill_null(0),
         context_tokens=pl.when(pl.col("num_decode_reqs") == 0).then(0).otherwise("context_tokens"),

@@ -17,7 +17,7 @@ import numpy as np
 import polars as pl
 
 from tracefit.features import training
-from tracefit.features.law import add_law
+from tracefit.features.law import with_law
 from tracefit.features.sets import LAW, POWER, WORK_MAX, FeatureSet
 from tracefit.fit.fitted import (
     PENALTIES,
@@ -215,7 +215,7 @@ def fit_step_times(
 def _with_terms(timeline: pl.DataFrame, context: RunContext, sets: Sequence[FeatureSet]) -> pl.DataFrame:
     """Add the columns that the formulas of the sets need."""
     timeline = training.with_roofline(timeline, context)
-    return add_law(timeline, context) if any(one.name == LAW.name for one in sets) else timeline
+    return with_law(timeline, context) if any(one.name == LAW.name for one in sets) else timeline
 
 
 def _target_facts(

@@ -27,12 +27,13 @@ from tracefit.features.law import (
     with_law,
 )
 from tracefit.features.sets import LAW as LAW_SET
-from tracefit.features.sets import add_features
+from tracefit.features.sets import Feature, add_features
 from tracefit.fit.beta import choose_target, duration_cover
 from tracefit.fit.fitted import matrix, target_of
 from tracefit.fit.law import LawRegressor, Part
 from tracefit.fit.splits import ALWAYS, PREEMPTION_HEAVY, UNKNOWN_FEATURES, WARM_UP, is_excluded, step_frame
 from tracefit.fit.validation import measure
+from tracefit.models.validation import NO_ROWS
 from tracefit.tables.sources import SOURCES
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
 
     from tracefit.fit.fitted import DeploymentTables
     from tracefit.models.validation import Metrics
-    from tracefit.server.architecture import Attention, ModelArchitecture
+    from tracefit.server.architecture import Attention
     from tracefit.server.context import Deployment, RunContext
     from tracefit.statistics import Flags, Vector
 
@@ -106,13 +107,6 @@ class LawRows:
     def context(self) -> RunContext:
         """Its server."""
         return self.deployment.context
-
-    @property
-    def architecture(self) -> ModelArchitecture:
-        """Its model."""
-        if self.context.architecture is None:
-            raise ValueError("a source has a model")
-        return self.context.architecture
 
     def group(self, kind: Kind) -> Hashable:
         """Return what a fold of a kind leaves out together: equal for servers that are alike in it."""
@@ -189,10 +183,7 @@ def law_rows(deployment: Deployment, tables: DeploymentTables) -> LawRows:
     return LawRows(deployment, chosen.select(columns), dict(sorted(counts.items())))
 
 
-_COLUMNS = tuple(
-    replace(LAW_SET.features[0], name=f"of_{name}", unit="1", formula=name, sign=None)
-    for name in BATCH_COLUMNS
-)
+_COLUMNS = tuple(Feature(f"of_{name}", "1", name) for name in BATCH_COLUMNS)
 """The batch of a step, for what compares models of other forms."""
 
 
@@ -391,9 +382,9 @@ class Fold:
         by_phase: The same, by phase.
         ape_pct: Absolute errors of each step in percent, by phase.
         bias_log: Logarithm of the measured sum over the predicted one.
-        nearest: Errors of the law of the nearest source alone with that source's numbers: its time for this batch, unchanged.
+        nearest: Errors of the law of only the nearest source with that source's numbers: its time for this batch, unchanged.
         roofline: Errors of the longer of compute and memory at the rated speed.
-        coverage_pct: Percent of its steps within the interval that the other folds give; null without these.
+        coverage_pct: Percent of its steps within the interval that the other sources give; null where these are too few for one.
     """
 
     left_out: str
@@ -415,7 +406,7 @@ def leave_out(sources: Sequence[LawRows], kind: Kind, *, nested: bool = True) ->
     Args:
         sources: The sources of a transfer of this kind.
         kind: The property by which sources are left out.
-        nested: Also measure the coverage of the interval that the other folds give.
+        nested: Also measure simpler answers, and the coverage of the interval that the other folds give.
     """
     groups = dict.fromkeys(one.group(kind) for one in sources)
     if len(groups) < 2:
@@ -434,9 +425,9 @@ def _fold(one: LawRows, rest: Sequence[LawRows], law: Law, kind: Kind, inner: Tr
     phases = {name: here for name, here in _phases(prompts) if here.any()}
     ape = 100 * np.abs(predicted - actual) / actual
     covered = None
-    if inner is not None and inner.p90_ape_pct:
-        limits = np.where(prompts, inner.of(PROMPTS), inner.of(DECODES))
-        covered = float(100 * (100 * np.abs(predicted - actual) / np.maximum(actual, 1e-9) <= limits).mean())
+    # The widest interval is given where nothing is tested: that it holds says nothing.
+    if inner is not None and inner.folds:
+        covered = float(100 * (ape <= np.where(prompts, inner.of(PROMPTS), inner.of(DECODES))).mean())
     return Fold(
         name_of(one.context, kind),
         one.deployment_id,
@@ -446,8 +437,8 @@ def _fold(one: LawRows, rest: Sequence[LawRows], law: Law, kind: Kind, inner: Tr
         {name: measure(actual[here], predicted[here]) for name, here in phases.items()},
         {name: ape[here] for name, here in phases.items()},
         math.log(float(actual.sum()) / max(float(predicted.sum()), 1e-9)),
-        measure(actual, unchanged(one, nearest(one.context, rest))),
-        measure(actual, roofline(one.rows)),
+        NO_ROWS if inner is None else measure(actual, unchanged(one, nearest(one.context, rest))),
+        NO_ROWS if inner is None else measure(actual, roofline(one.rows)),
         covered,
     )
 
@@ -534,11 +525,8 @@ def errors_of(folds: Sequence[Fold]) -> TransferErrors:
 
 def _quantile(groups: Sequence[Vector]) -> float:
     """Return the 90th percentile of values in groups that count the same."""
-    values = np.concatenate(groups)
-    weights = np.concatenate([np.full(len(g), 1 / len(g)) for g in groups])
-    order = np.argsort(values)
-    shares = np.cumsum(weights[order]) / weights.sum()
-    return float(values[order][min(int(np.searchsorted(shares, LEVEL_PCT / 100)), len(values) - 1)])
+    weights = np.concatenate([np.full(len(group), 1 / len(group)) for group in groups])
+    return float(np.quantile(np.concatenate(groups), LEVEL_PCT / 100, weights=weights, method="inverted_cdf"))
 
 
 # -- calibration -----------------------------------------------------------------------------------------

@@ -94,7 +94,7 @@ def lead(transfer: schema.Transfer, origin: str) -> str:
         how = f"a law from {of}, untested for such a server: {within}, the widest interval known; some minutes of its traces would show more"
     else:
         how = f"a law from {of}: {within}, as servers show that were left out of them"
-    return f"This server was not needed for its model: {how}."
+    return f"Step times follow from {how}."
 
 
 def _phases(transfer: schema.Transfer) -> list[tuple[str, float]]:
