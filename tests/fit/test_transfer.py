@@ -12,7 +12,6 @@ from tracefit.fit.fitted import target_of
 from tracefit.fit.transfer import (
     COMPILING,
     DECODES,
-    PROMPTS,
     Law,
     LawRows,
     as_run_by,
@@ -22,7 +21,6 @@ from tracefit.fit.transfer import (
     fit_law,
     leave_out,
     nearest,
-    prompts_of,
     unseen_parts,
 )
 from tracefit.fit.validation import measure
@@ -221,16 +219,3 @@ def test_kernels_are_counted_by_what_a_layer_does():
     # Attention runs 7 and a feed-forward network 4, in each of 32 layers; experts 8 instead.
     assert kernels_of(_context().architecture) == 32 * 11
     assert kernels_of(_context(SPARSE).architecture) == 32 * 15
-
-
-def test_steps_with_prompts_weigh_at_least_three_tenths():
-    # A law that fits one of them: the other phase is 30 % slower in the truth than the terms allow.
-    rare = server(prompts=0.01, steps=2000)
-    assert 0 < prompts_of(rare.rows).mean() < 0.03
-    law = fit_law([rare], "tensor_parallel")
-    errors = measure(
-        target_of(rare.rows.filter(prompts_of(rare.rows))),
-        law.predict(rare.rows.filter(prompts_of(rare.rows))),
-    )
-    assert errors.mape_pct < 4
-    assert PROMPTS in leave_out([rare, server(tp=2)], "tensor_parallel")[0].by_phase

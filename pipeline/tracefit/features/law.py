@@ -74,8 +74,8 @@ def _terms(table: str) -> tuple[LawTerm, ...]:
 
 
 # The memory of a GPU reaches about 0.8 of its rated speed, matrix products 0.65 of theirs. Evenly chosen experts are the most that a batch
-# can reach, so that fewer are read than counted; those of 4 bits are unpacked on the way. A kernel of some microseconds is the least that a GPU runs, and launching one from Python
-# takes some times as long. An all-reduce may send in both directions of a link at once.
+# can reach, so that fewer are read than counted; those of 4 bits are unpacked on the way. A GPU runs no kernel in less than some
+# microseconds, and launching one from Python takes several times as long. An all-reduce may send in both directions of a link at once.
 LAW = _terms("""\
 one                     | 0   | -  | 0    | 500  | always
 kernels                 | 0   | -  | 5    | 5    | always
