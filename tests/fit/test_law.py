@@ -56,6 +56,13 @@ def test_two_terms_that_go_together_are_shared_as_their_priors_say():
     assert law.coef_ == pytest.approx([129.2, 7.08], rel=0.01)
 
 
+def test_a_coefficient_that_no_step_shows_follows_one_that_is_expected_to_be_alike():
+    x = np.column_stack([np.linspace(1, 9, 50), np.zeros(50), np.zeros(50)])
+    law = LawRegressor(prior=[1, 2, 5], scale=[1, 0.5, 1], alike=["reads", "reads", ""], strength=1e-9)
+    # Its mean given the other one: 2 + 0.8 (0.5 / 1) (3 - 1).
+    assert law.fit(x, 3 * x[:, 0]).coef_ == pytest.approx([3.0, 2.8, 5.0], rel=1e-3)
+
+
 def test_weights_decide_between_steps_that_contradict_each_other():
     x, y = np.ones((10, 1)), np.array([100.0] * 9 + [200.0])
     weights = np.array([1.0] * 9 + [1e4])

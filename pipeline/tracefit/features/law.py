@@ -48,6 +48,7 @@ class LawTerm:
         scale: How far from it a coefficient may be as easily as one of another term from its own.
         of: The kind of time: overhead (`always`), memory, compute, or the launches.
         same_server: Whether a sum has it only where all sources are of one model and GPU.
+        alike: Name of the terms whose coefficients are expected to be alike; none if empty.
     """
 
     feature: Feature
@@ -57,33 +58,37 @@ class LawTerm:
     scale: float
     of: str = ALWAYS
     same_server: bool = False
+    alike: str = ""
 
 
 def _terms(table: str) -> tuple[LawTerm, ...]:
-    """Return the terms of a table: name, least and largest coefficient, prior, scale, and the sum that the term is in."""
+    """Return the terms of a table: name, least and largest coefficient, prior, scale, the sum that it is in, and what it is like."""
     features = {feature.name: feature for feature in LAW_SET.features}
     terms = []
     for row in table.splitlines():
-        name, low, high, prior, scale, of = (cell.strip() for cell in row.split("|"))
+        name, low, high, prior, scale, of, *like = (cell.strip() for cell in row.split("|"))
         limit = math.inf if high == "-" else float(high)
         sum_of = of.removeprefix("same ")
         terms.append(
-            LawTerm(features[name], float(low), limit, float(prior), float(scale), sum_of, sum_of != of)
+            LawTerm(
+                features[name], float(low), limit, float(prior), float(scale), sum_of, sum_of != of, *like
+            )
         )
     return tuple(terms)
 
 
-# The memory of a GPU reaches about 0.8 of its rated speed, matrix products 0.65 of theirs. Evenly chosen experts are the most that a batch
-# can reach, so that fewer are read than counted; those of 4 bits are unpacked on the way. A GPU runs no kernel in less than some
-# microseconds, and launching one from Python takes several times as long. An all-reduce may send in both directions of a link at once.
+# The memory of a GPU reaches about 0.8 of its rated speed, whatever is read; matrix products 0.65 of theirs. Evenly chosen experts are the
+# most that a batch can reach, so that fewer are read than counted; those of 4 bits are unpacked on the way. A GPU runs no kernel in less
+# than some microseconds, and launching one from Python takes several times as long. The CPU prepares a batch and samples in half a millisecond
+# or two. An all-reduce of a small batch takes 5 to 10 us between GPUs of one machine, and may send in both directions of a link at once.
 LAW = _terms("""\
-one                     | 0   | -  | 0    | 500  | always
-kernels                 | 0   | -  | 5    | 5    | always
-all_reduces             | 0   | -  | 0    | 5    | always
-weight_read_us          | 1   | 2  | 1.25 | 1.25 | memory
-moe_expert_read_us      | 0.6 | 2  | 1.1  | 1.1  | memory
+one                     | 0   | -  | 600  | 1000 | always
+kernels                 | 0   | -  | 3    | 3    | always
+all_reduces             | 0   | -  | 7    | 7    | always
+weight_read_us          | 1   | 2  | 1.25 | 1.25 | memory       | reads
+moe_expert_read_us      | 0.6 | 2  | 1.2  | 1.2  | memory       | reads
 narrow_expert_read_us   | 0   | 2  | 0.5  | 0.5  | memory
-decode_kv_read_us       | 0.8 | 3  | 1.25 | 1.25 | memory
+decode_kv_read_us       | 0.8 | 3  | 1.25 | 1.25 | memory       | reads
 prompt_matrix_us        | 1   | 4  | 1.5  | 1.5  | compute
 prompt_attention_us     | 1   | 6  | 1.5  | 3    | compute
 decode_matrix_us        | 1   | 6  | 1.5  | 3    | same compute
@@ -91,10 +96,10 @@ tp_comm_us              | 0.5 | 20 | 1.5  | 3    | always
 prompt_kernels          | 0   | -  | 0    | 20   | always
 batch_requests          | 0   | -  | 0    | 40   | always
 layers_x_graph_requests | 0   | -  | 0    | 1    | always
-launched_small          | 0   | -  | 20   | 20   | launch
-launched_large          | 0   | -  | 30   | 30   | launch
+launched_small          | 0   | -  | 10   | 10   | launch
+launched_large          | 0   | -  | 15   | 15   | launch
 """)
-"""The terms of the law, in order; `same` marks those that are offered only where all sources are of one model and GPU."""
+"""The terms of the law, in order; `same` marks those that are offered only where all sources are of one model and GPU, `reads` those that are expected to be alike."""
 
 BATCH_COLUMNS = (
     "num_prefill_reqs",

@@ -1,9 +1,9 @@
 """The estimator of the law: bounded sums of terms, the larger one the time, fitted to relative errors.
 
-Minimises sum_i w_i h(r_i)^2 + strength * sum_j ((c_j - prior_j) / scale_j)^2, with r_i = predicted_i / y_i - 1, Huber's loss h, and each
-coefficient within its bounds. The time is max(always + max(memory, compute), launch), each the sum of the terms of this part; without
-terms of memory and compute it is max(always, launch). Which sum is the larger on a row depends on the coefficients: they are refitted in
-turn until that no longer changes.
+Minimises sum_i w_i h(r_i)^2 + strength * d' R^-1 d, with r_i = predicted_i / y_i - 1, Huber's loss h, d_j = (c_j - prior_j) / scale_j and
+R the correlations that are expected of the coefficients. Each coefficient is within its bounds. The time is max(always + max(memory,
+compute), launch), each the sum of the terms of this part; without terms of memory and compute it is max(always, launch). Which sum is the
+larger on a row depends on the coefficients: they are refitted in turn until that no longer changes.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ Part = Literal["always", "memory", "compute", "launch"]
 HUBER = 0.05
 """Relative error from which on a row pulls with bounded force."""
 MOST_ROUNDS = 40
+ALIKE = 0.8
+"""Correlation that coefficients of one name are expected to have: what is seen of one of them says something of the others."""
 _SETTLED = 1e-5
 _LEAST_RIDGE = 1e-10
 """Share of each square that is added to it: two terms that always go together have one solution."""
@@ -46,6 +48,7 @@ class LawRegressor(RegressorMixin, BaseEstimator):  # type: ignore[misc]  # scik
         prior: Coefficients to which the Ridge draws; 0 if not given.
         scale: Distances from the prior that cost the same; 1 if not given.
         part: The sum that each column is in; `always` if not given.
+        alike: Names; coefficients of columns with the same one are expected to be alike. None are if not given, or empty.
         strength: Weight of the Ridge beside the mean squared relative error.
         huber: Relative error from which on a row pulls with bounded force.
 
@@ -73,6 +76,7 @@ class LawRegressor(RegressorMixin, BaseEstimator):  # type: ignore[misc]  # scik
         prior: Sequence[float] | None = None,
         scale: Sequence[float] | None = None,
         part: Sequence[Part] | None = None,
+        alike: Sequence[str] | None = None,
         strength: float = 1e-3,
         huber: float = HUBER,
     ) -> None:
@@ -81,6 +85,7 @@ class LawRegressor(RegressorMixin, BaseEstimator):  # type: ignore[misc]  # scik
         self.prior = prior
         self.scale = scale
         self.part = part
+        self.alike = alike
         self.strength = strength
         self.huber = huber
 
@@ -111,7 +116,7 @@ class LawRegressor(RegressorMixin, BaseEstimator):  # type: ignore[misc]  # scik
             raise ValueError("the sum of the sample weights is zero")
         weights = weights / weights.sum()
         low, high = _of(self.low, count, 0.0), _of(self.high, count, np.inf)
-        prior, ridge = _of(self.prior, count, 0.0), self.strength / _of(self.scale, count, 1.0) ** 2
+        prior, ridge = _of(self.prior, count, 0.0), self.strength * self._precision(count)
         parts = self._parts(count)
         shares = X / y[:, None]
         coef = np.clip(prior, low, high)
@@ -144,6 +149,16 @@ class LawRegressor(RegressorMixin, BaseEstimator):  # type: ignore[misc]  # scik
         check_is_fitted(self)
         X = validate_data(self, X, reset=False, dtype=np.float64)  # noqa: N806
         return _time(X, self.coef_, self._parts(X.shape[1]))
+
+    def _precision(self, count: int) -> Matrix:
+        """Return the inverse of the covariance that coefficients are expected to have, shape (n_features, n_features)."""
+        scale = _of(self.scale, count, 1.0)
+        together = np.eye(count)
+        if self.alike is not None:
+            group = np.array(self.alike)
+            together[(group[:, None] == group) & (group != "")] = ALIKE
+            np.fill_diagonal(together, 1.0)
+        return np.asarray(np.linalg.inv(together * np.outer(scale, scale)))
 
     def _parts(self, count: int) -> Names:
         return np.array(self.part if self.part is not None else ["always"] * count, dtype="U7")
@@ -181,11 +196,11 @@ def _masked(x: Matrix, parts: Names, taken: Names) -> Matrix:
 
 
 def _bounded(
-    shares: Matrix, weights: Vector, ridge: Vector, prior: Vector, bounds: tuple[Vector, Vector]
+    shares: Matrix, weights: Vector, ridge: Matrix, prior: Vector, bounds: tuple[Vector, Vector]
 ) -> Vector:
     """Return the coefficients that minimise the weighted squares and the Ridge within the bounds."""
-    gram = shares.T @ (weights[:, None] * shares) + np.diag(ridge)
-    cross = shares.T @ weights + ridge * prior
+    gram = shares.T @ (weights[:, None] * shares) + ridge
+    cross = shares.T @ weights + ridge @ prior
     gram += np.diag(_LEAST_RIDGE * np.maximum(np.diag(gram), np.finfo(float).tiny))
     # The factor of the products stands for the rows: a few numbers instead of thousands.
     factor = np.linalg.cholesky(gram)

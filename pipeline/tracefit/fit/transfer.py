@@ -295,6 +295,7 @@ def _fitted(
         prior=priors,
         scale=scales,
         part=[part_of(t, form) for t in terms],
+        alike=[t.alike for t in terms],
         strength=strength,
     )
     law.fit(matrix(rows, [t.feature.name for t in terms]), target_of(rows), weights)
