@@ -420,21 +420,22 @@ def grows_linearly():
     It compares CPU times with one another, so that it holds on any machine. `prepare` makes what is timed, of a size.
     """
 
+    def cpu_s(job):
+        gc.collect()
+        gc.disable()  # its passes over what is alive are not the job's
+        try:
+            began = time.process_time()
+            job()
+            return time.process_time() - began
+        finally:
+            gc.enable()
+
     def check(prepare, size):
-        costs = []
-        for n in (size, 8 * size):
-            job, spent = prepare(n), []
-            for _ in range(3):
-                gc.collect()
-                gc.disable()  # its passes over what is alive are not the job's
-                try:
-                    began = time.process_time()
-                    job()
-                    spent.append(time.process_time() - began)
-                finally:
-                    gc.enable()
-            costs.append(min(spent))
-        assert costs[1] < 40 * max(costs[0], 0.001), f"{costs[0]:.4f} s, then {costs[1]:.4f} s"
+        job = prepare(size)
+        small_s = min(cpu_s(job) for _ in range(3))
+        # The quickest of three counts: one that is quick enough is enough.
+        job = prepare(8 * size)
+        assert any(cpu_s(job) < 40 * max(small_s, 0.001) for _ in range(3)), f"{small_s:.4f} s for an eighth"
 
     return check
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import gzip
 import json
+from dataclasses import replace
 from itertools import product
 from typing import TYPE_CHECKING
 
@@ -24,6 +25,7 @@ LAW = LinearLaw(
     per_context_token_us=0.0,
     per_prefill_req_us=400.0,
 )
+FAST = tracefit.TrainOptions(fast=True)
 TRUTH = {"prefill_tokens": 26.0, "num_decode_reqs": 15.0, "num_prefill_reqs": 400.0}
 FEATURES = """
 name: planted
@@ -61,7 +63,7 @@ def test_planted_coefficients_are_recovered_within_their_noise(
     folder = write_run(synth(options), tmp_path / "runs")
     declared = tmp_path / "planted.yaml"
     declared.write_text(FEATURES)
-    tracefit.run([folder], tmp_path / "out", options=tracefit.TrainOptions(features=str(declared)))
+    tracefit.run([folder], tmp_path / "out", options=replace(FAST, features=str(declared)))
     model = json.loads((tmp_path / "out/models/beta.json").read_text())["models"][0]
     durations_are_step_times = duration == "step" and step_sampling > 0
     assert model["target"]["source"] == ("duration" if durations_are_step_times else "step_clock")
@@ -77,7 +79,7 @@ def test_planted_coefficients_are_recovered_within_their_noise(
 @pytest.mark.slow
 def test_the_hold_out_error_is_the_noise_that_was_put_in(tmp_path: Path) -> None:
     folder = write_run(synth(SynthOptions(name="noisy", seed=22, requests=400, law=LAW)), tmp_path)
-    result = tracefit.run([folder], tmp_path / "out")
+    result = tracefit.run([folder], tmp_path / "out", options=FAST)
     beta = next(m for m in result.trained.fitted if m.name == "beta.cycle_time")
     # The mean of |exp(N(0, 0.03)) - 1| is 0.03 * sqrt(2 / pi) = 2.39 %.
     assert beta.holdout_mape_pct == pytest.approx(2.39, abs=0.3)
@@ -103,7 +105,7 @@ def test_the_step_clock_gives_the_generators_own_step_times(tmp_path: Path) -> N
 def test_admission_finds_the_api_work_and_the_boundary(tmp_path: Path) -> None:
     run = synth(SynthOptions(name="api", seed=24, requests=500))
     folder = write_run(run, tmp_path / "runs")
-    tracefit.run([folder], tmp_path / "out")
+    tracefit.run([folder], tmp_path / "out", options=FAST)
     models = json.loads((tmp_path / "out/models/alpha.json").read_text())["models"]
     admission = next(m for m in models if m["name"] == "alpha.admission")
     assert admission["form"] == "boundary"
@@ -119,7 +121,7 @@ def test_admission_finds_the_api_work_and_the_boundary(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_queue_wait_has_two_regimes_when_blocks_are_short(tmp_path: Path) -> None:
     options = SynthOptions(name="short", seed=25, requests=700, num_blocks=500, phases=SynthOptions().phases)
-    tracefit.run([write_run(synth(options), tmp_path)], tmp_path / "out")
+    tracefit.run([write_run(synth(options), tmp_path)], tmp_path / "out", options=FAST)
     models = json.loads((tmp_path / "out/models/alpha.json").read_text())["models"]
     wait = next(m for m in models if m["name"] == "alpha.queue_wait")
     assert [r["name"] for r in wait["regimes"]] == ["queued", "free"]
