@@ -101,6 +101,12 @@ def pytest_collection(session: pytest.Session) -> None:
     gc.disable()
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Let the longest tests start first: at the end, no worker is left with one while the others have none."""
+    items.sort(key=lambda item: item.get_closest_marker("long") is None)
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Let the collector look at what tests make, and never again at what the collection made."""
     gc.freeze()
@@ -454,7 +460,7 @@ def tracefit(monkeypatch, capsys):
     return call
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def small_pieces() -> IngestOptions:
     """Return options that cut files, windows and sorts so small that a small run has many of each."""
     limits = BuildLimits(window_bytes=60_000, sorted_bytes=4_000)

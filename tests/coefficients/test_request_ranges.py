@@ -136,6 +136,7 @@ def test_the_ranges_of_inputs_are_those_of_the_training_part():
     assert (found["step"]["prefill"], found["step"]["waiting"]) == ((0, 40), (0, 6))
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_composed_requests_sum_up_under_steady_load(tmp_path):
     """Four steady runs at the edge of their KV cache: what single runs miss either way, they miss by chance.
@@ -156,7 +157,7 @@ def test_composed_requests_sum_up_under_steady_load(tmp_path):
             phases=surge_phases(1.0),
         )
         write_run(synth(run), tmp_path / run.name, formats=("protobuf",))
-        fast = tracefit.TrainOptions(fast=True)
+        fast = tracefit.TrainOptions(fast=True, features="roofline")
         out = tracefit.run(tmp_path / run.name, tmp_path / f"out-{seed}", options=fast).out
         by_name = {r.latency: r for r in read_coefficients(out / "models" / "alpha.json").requests}
         bias.append(by_name["e2e"].holdout.bias_pct)

@@ -19,7 +19,7 @@ from tracefit.options import IngestOptions
 from tracefit.tables.schema import INGEST_TABLES
 from tracefit.tables.store import TableStore
 
-FILES = 24
+FILES = 12
 
 
 def _line(records):
@@ -46,10 +46,10 @@ CONTAINERS = {
 @pytest.fixture
 def records(new_traces):
     """Return the spans of a busy run in small steps, some of other programs among them."""
-    trace = new_traces().load(steps=60, requests=60)
-    for number in range(20):
+    trace = new_traces().load(steps=24, requests=30)
+    for number in range(10):
         trace.span("fastapi", "GET /", (1 << 70, 1000 + number, 0), [trace.event("x", number, {})])
-    for step in range(60, 90):
+    for step in range(24, 34):
         trace.steps(trace.summary(step, 10_000_000 + 2000 * step))
     return trace.records
 
@@ -123,7 +123,7 @@ def same(tmp_path, one_by_one):
 def test_bundled_files_have_the_same_tables(tmp_path, records, write, same, seed):
     """Whatever they hold and however it is packed, where it was read included; many spans are in two files."""
     chance = random.Random(seed)
-    records += deepcopy(chance.sample(records, len(records) // 10) + _of_others(records))
+    records += deepcopy(chance.sample(records, len(records) // 4) + _of_others(records))
     chance.shuffle(records)
     for number in range(FILES):
         folder = write(number, records[number::FILES], chance.choice(list(CONTAINERS)))

@@ -40,6 +40,7 @@ ROWS = {
 """Page to the rows of its table that its commands print."""
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "page",

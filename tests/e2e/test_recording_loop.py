@@ -112,6 +112,7 @@ TRIED = [(law, ("spans", "spans and log", "plugin")[n % 3]) for n, law in enumer
 """Each law and each form at least once; `make fuzz` tries all."""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("law", "form"),
     [

@@ -36,6 +36,7 @@ def remade(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return made
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [n for n in EXPECTED if n.startswith("generated/")])
 def test_a_fixture_yields_what_the_generator_put_in(remade: dict[str, Path], name: str) -> None:
@@ -123,6 +124,7 @@ def _spans(line: bytes) -> int:
     )
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["models/alpha.json", "models/beta.json", "evaluation.json"])
 @pytest.mark.parametrize("runs", SHIPPED)
@@ -215,6 +217,7 @@ def test_the_pages_python_evaluates_a_file_without_tracefit(
     assert float(done.stdout.split()[0]) == pytest.approx(expected, rel=0.02)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("runs", SHIPPED)
 def test_standalone_evaluator_agrees_on_training_rows(remade: dict[str, Path], runs: str) -> None:

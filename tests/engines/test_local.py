@@ -29,10 +29,9 @@ EVERY_BYTE = IngestOptions(bytes_per_worker=1)
 
 
 @pytest.mark.slow
-def test_one_worker_and_two_write_the_same_bytes(tmp_path, fleet, bytes_of, small_pieces):
-    ingest([fleet], tmp_path / "one", workers=1, options=small_pieces)
+def test_one_worker_and_two_write_the_same_bytes(tmp_path, read_by_one, bytes_of, small_pieces):
+    fleet, one = read_by_one
     ingest([fleet], tmp_path / "two", workers=2, options=small_pieces)
-    one = bytes_of(tmp_path / "one")
     assert {name.split("/")[1] for name in one} == {f"run_id={run}" for run in "abcde"}
     assert bytes_of(tmp_path / "two") == one
 
@@ -244,10 +243,10 @@ def test_workers_start_before_the_first_jobs_are_made(size, started):
 
 
 @pytest.mark.slow
-def test_the_order_in_which_jobs_end_changes_nothing(tmp_path, fleet, bytes_of, small_pieces):
-    _recorded(fleet, tmp_path / "first", small_pieces)
+def test_the_order_in_which_jobs_end_changes_nothing(tmp_path, read_by_one, bytes_of, small_pieces):
+    fleet, first = read_by_one
     _recorded(fleet, tmp_path / "last", small_pieces, ended_last_first=True)
-    assert bytes_of(tmp_path / "last") == bytes_of(tmp_path / "first")
+    assert bytes_of(tmp_path / "last") == first
 
 
 @pytest.mark.slow

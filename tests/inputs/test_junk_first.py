@@ -10,6 +10,7 @@ import sys
 import pytest
 
 from containers import in_pieces
+from tracefit.inputs import blocks
 from tracefit.inputs.blocks import inspect_file
 from tracefit.inputs.files import TraceFile
 
@@ -18,13 +19,16 @@ if sys.version_info >= (3, 14):
 else:
     from backports import zstd
 
+HEAD_BYTES = 256 << 10
+"""What is looked at first, where it is usually 4 MiB: to search megabytes once more for each combination shows nothing else."""
+MORE = "more than the head that is looked at"
 JUNK = {
     "random bytes": random.Random(0).randbytes(300),
     "random bytes that begin as a record does": b"\n" + random.Random(1).randbytes(300),
     "text": b"WARNING: the disk is slow\nplease wait\n" * 7,
     "zeros": bytes(500),
     "an open bracket": b'{"resourceLo\n',
-    "more than the head that is looked at": (b"not a record" * 100 + b"\n") * 4_000,
+    MORE: (b"not a record" * 100 + b"\n") * (HEAD_BYTES // 1_000),
 }
 PLACES = {
     "lines before it": lambda junk, good: junk + good,
@@ -66,25 +70,37 @@ LENGTHS_AND_FRAMES = {
 }
 
 
-def _combined():
-    """Return every combination; of those with much junk, which take seconds, a third, in which every shape and place is."""
-    return [
-        pytest.param(*names, marks=pytest.mark.slow if "more than" in names[0] else ())
-        for number, names in enumerate(itertools.product(JUNK, PLACES, SHAPES))
-        if number % 3 == 0 or "more than" not in names[0]
-    ]
+@pytest.fixture
+def _small_head(monkeypatch):
+    monkeypatch.setattr(blocks, "HEAD_BYTES", HEAD_BYTES)
 
 
-@pytest.mark.parametrize(("junk", "place", "shape"), _combined())
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", ["lines", "framed protobuf"])
+def test_good_records_behind_more_than_the_usual_head_are_found(otlp, read, tmp_path, shape):
+    assert blocks.HEAD_BYTES == 16 * HEAD_BYTES
+    good = otlp.SHAPES[shape](40)
+    _check(read(good), read(17 * JUNK[MORE] + good), tmp_path / "data")
+
+
+@pytest.mark.usefixtures("_small_head")
+@pytest.mark.parametrize(
+    ("junk", "place", "shape"),
+    [
+        pytest.param(*names, marks=pytest.mark.slow if MORE in names else ())
+        for names in itertools.product(JUNK, PLACES, SHAPES)
+    ],
+)
 def test_good_records_behind_junk_are_found(otlp, read, tmp_path, shape, place, junk):
     good = otlp.SHAPES[shape](40)
     _check(read(good), read(PLACES[place](JUNK[junk], good)), tmp_path / "data")
 
 
+@pytest.mark.usefixtures("_small_head")
 @pytest.mark.parametrize("shape", ["framed zstd of JSON", "framed zstd of protobuf"])
 @pytest.mark.parametrize("place", LENGTHS_AND_FRAMES)
 @pytest.mark.parametrize(
-    "junk", [pytest.param(name, marks=pytest.mark.slow if "more than" in name else ()) for name in JUNK]
+    "junk", [pytest.param(name, marks=pytest.mark.slow if name == MORE else ()) for name in JUNK]
 )
 def test_records_after_junk_are_read_in_prefixed_zstd(otlp, read, tmp_path, shape, place, junk):
     good = otlp.SHAPES[shape](40)

@@ -131,20 +131,20 @@ def test_a_command_line_or_a_log_is_read_of_vllm(lib, start, config_of, tmp_path
         ),
     ],
 )
-def test_a_wrong_option_is_one_line_before_anything_is_received(tmp_path, arguments, text):
-    done = call("--out", tmp_path / "runs", *ANY, *arguments)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("tracefit: ")
-    assert done.stderr.count("\n") == 1
-    assert text in done.stderr
+def test_a_wrong_option_is_one_line_before_anything_is_received(tracefit, tmp_path, arguments, text):
+    code, stdout, stderr = tracefit("receive", "--out", tmp_path / "runs", *ANY, *arguments)
+    assert (code, stdout) == (2, "")
+    assert stderr.startswith("tracefit: ")
+    assert stderr.count("\n") == 1
+    assert text in stderr
 
 
 @pytest.mark.slow
-def test_a_folder_that_cannot_be_written_is_one_line(tmp_path):
+def test_a_folder_that_cannot_be_written_is_one_line(tracefit, tmp_path):
     (tmp_path / "file").write_text("")
-    done = call("--out", tmp_path / "file" / "runs", *ANY)
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert "cannot be written" in done.stderr
+    code, _, stderr = tracefit("receive", "--out", tmp_path / "file" / "runs", *ANY)
+    assert (code, stderr.count("\n")) == (2, 1)
+    assert "cannot be written" in stderr
 
 
 @pytest.mark.slow

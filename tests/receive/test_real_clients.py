@@ -84,13 +84,20 @@ def tables(folder, out):
     return {name: store.read(name).drop(*WHERE, strict=False) for name in TABLES}
 
 
+@pytest.fixture(scope="module")
+def in_a_file(run, tmp_path_factory):
+    """Return the folder of the run as a file, and its tables."""
+    root = tmp_path_factory.mktemp("file")
+    folder = write_run(run, root)
+    return folder, tables(folder, root / "tables")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", [pytest.param(k, marks=[pytest.mark.slow] if n else []) for n, k in enumerate(KINDS)]
 )
-def test_the_tables_are_those_of_the_same_spans_in_a_file(lib, start, tmp_path, run, kind):
-    of_a_file = tables(write_run(run, tmp_path / "file"), tmp_path / "tables-of-file")
-    configured = tmp_path / "file" / "vllm-synth"
+def test_the_tables_are_those_of_the_same_spans_in_a_file(lib, start, tmp_path, run, in_a_file, kind):
+    configured, of_a_file = in_a_file
     files = ["--run-config", configured / "exp-config.yaml", "--model-config", configured / "config.json"]
     receiver = start(tmp_path / "received", *files)
     send(kind, receiver, lib.sdk_spans(run))

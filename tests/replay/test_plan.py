@@ -476,6 +476,7 @@ BARS = {"ttft": (8, 12, 12), "itl": (4, 4, 8), "e2e": (3, 3, 5)}
 """The most that P50, P90 and P99 may be off, in percent."""
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_plan_for_an_unrecorded_load_is_close(trained_at, truth_at):
     """Recorded at 14 requests per second, planned for 21, and compared with a run at 21 with the same requests."""
