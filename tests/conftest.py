@@ -11,10 +11,11 @@ import json
 import os
 import sys
 import time
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 # One thread per worker of the suite: on two cores, threads that wait for each other cost more than the tests.
 os.environ["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
@@ -32,6 +33,7 @@ from together import Tables, composed_by
 from tracefit.cli import main
 from tracefit.commands.ingest import ingest
 from tracefit.commands.train import run
+from tracefit.errors import TracefitError
 from tracefit.options import BuildLimits, IngestOptions, TrainOptions
 from tracefit.server.architecture import Attention, Experts, Layer, LayerState, ModelArchitecture
 from tracefit.server.hardware import Gpu
@@ -419,6 +421,53 @@ def _no_waiting_for_the_disk():
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _light_pages():
+    """Let a page of a report hold a line instead of plotly's four megabytes, and compile its templates once, until the session ends.
+
+    Autouse, because every training draws one, of which that is the half. `trained` has a whole one, and tests that use `whole_pages`.
+    """
+    try:
+        from jinja2 import BytecodeCache, Environment  # noqa: PLC0415 - of an extra
+
+        from tracefit.reports import page  # noqa: PLC0415
+    except (ImportError, TracefitError):
+        yield
+        return
+
+    class InMemory(BytecodeCache):
+        compiled: ClassVar[dict[str, Any]] = {}
+
+        def load_bytecode(self, bucket):
+            bucket.code = self.compiled.get(bucket.checksum)
+
+        def dump_bytecode(self, bucket):
+            self.compiled[bucket.checksum] = bucket.code
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(page, "Environment", partial(Environment, bytecode_cache=InMemory()))
+        patch.setattr(page, "get_plotlyjs", lambda: "/* plotly.js v0 */")
+        yield
+
+
+@contextmanager
+def _with_plotly():
+    """Draw pages with all of plotly, as users get them."""
+    with pytest.MonkeyPatch.context() as patch:
+        with suppress(ImportError, TracefitError):
+            from plotly.offline import get_plotlyjs  # noqa: PLC0415
+
+            patch.setattr("tracefit.reports.page.get_plotlyjs", get_plotlyjs)
+        yield
+
+
+@pytest.fixture
+def whole_pages():
+    """Draw pages as users get them, and as that of `trained` is."""
+    with _with_plotly():
+        yield
+
+
 @pytest.fixture
 def grows_linearly():
     """Return a check that eight times the input takes about eight times as long, not sixty-four times.
@@ -561,7 +610,12 @@ def once(tmp_path_factory):
 @pytest.fixture(scope="session")
 def trained(once) -> Path:
     """Return what the main job leaves of one busy run: tables, models, evaluation, report."""
-    return once("trained", lambda root: run([Traces().load().write(root / "busy")], root / "out")) / "out"
+
+    def fill(root):
+        with _with_plotly():
+            run([Traces().load().write(root / "busy")], root / "out")
+
+    return once("trained", fill) / "out"
 
 
 CONFIGS = Path(__file__).parent / "server" / "configs"

@@ -41,7 +41,7 @@ def objects_read(bucket):
     return [key for method, key in bucket.asked if method == "GET" and key]
 
 
-@pytest.mark.mostly_slow(every=3)
+@pytest.mark.slow
 @pytest.mark.parametrize(("path", "run_id"), [("", "run"), ("/traces.json", "traces"), ("/*.json", "traces")])
 def test_one_name_at_two_endpoints_is_two_runs(sites, ingested, path, run_id):
     (here, first), (there, second) = sites

@@ -150,7 +150,7 @@ def test_an_endpoint_where_nobody_answers_is_one_line(bucket, tracefit, run, mon
     assert "AWS_ENDPOINT_URL in the environment" in error
 
 
-@pytest.mark.mostly_slow(every=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["manifest.json", ".parquet"])
 def test_a_bucket_that_may_only_be_read_stays_as_it_is(bucket, run, new_traces, tmp_path, name):
     ingest([new_traces().request(1, 0, step=1).write(tmp_path / "first")], TABLES)

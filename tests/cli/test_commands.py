@@ -30,6 +30,7 @@ def test_the_job_in_a_process_of_its_own(process, tmp_path, traces):
         assert (tmp_path / "out" / file).stat().st_size > 0
 
 
+@pytest.mark.slow
 def test_the_text_names_every_model_and_file(tracefit, tmp_path, folder, quick):
     code, out, err = tracefit("run", folder, "--out", tmp_path / "out", *quick)
     assert (code, err) == (0, "")

@@ -98,6 +98,7 @@ def test_what_fits_nothing_waits_for_no_estimators(process):
     assert "'scipy'" not in done.stdout
 
 
+@pytest.mark.slow
 def test_an_ingest_waits_for_nothing_that_uses_models(process):
     done = process(code="import sys, tracefit.commands.ingest; print(sorted(sys.modules))")
     assert "'tracefit.commands.ingest'" in done.stdout

@@ -86,7 +86,7 @@ def ingested(tmp_path, **logs):
     return result, store.read("requests"), store.read("steps")
 
 
-@pytest.mark.mostly_slow(every=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("in_one_file", [True, False])
 def test_a_benchmark_given_twice_is_read_once(in_one_file, tmp_path):
     plan = clients.planned(100)
@@ -100,7 +100,7 @@ def test_a_benchmark_given_twice_is_read_once(in_one_file, tmp_path):
     assert any("were there twice and count once" in text for text in result.warnings)
 
 
-@pytest.mark.mostly_slow(every=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("in_one_file", [True, False])
 def test_the_benchmarks_of_a_sweep_are_one_load(in_one_file, tmp_path):
     plan = clients.planned(200)

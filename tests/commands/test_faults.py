@@ -141,6 +141,7 @@ def test_model_configuration_without_a_key_is_left_out(warnings_of, key):
     assert f"of the model are left out: {key} is missing" in text
 
 
+@pytest.mark.slow
 def test_steps_are_fitted_without_the_configuration_of_the_model(tmp_path, traces, quick):
     folder = traces.load(steps=120).write(tmp_path / "run")
     (folder / "config.json").write_text("{}")
@@ -209,7 +210,7 @@ def test_the_limit_on_rejects_holds_for_recordings_too(tmp_path, traces):
     )
 
 
-@pytest.mark.mostly_slow(every=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("trouble", ["dropped", "twice"])
 def test_dropped_events_or_duplicates_alone_are_quarantine(tmp_path, traces, quick, trouble):
     trace = traces.load(steps=120, requests=0)

@@ -48,6 +48,7 @@ def trained(tmp_path, *, fast=(), gpu=True, **settings):
     )
 
 
+@pytest.mark.slow
 def test_steps_faster_than_the_gpu_are_left_out_counted_and_said(tmp_path):
     # Every eighth step has 1,000 tokens: 2 ms are a thirtieth of what the GPU needs.
     fast = set(range(7, 7 + 8 * FAST, 8))

@@ -195,7 +195,7 @@ def ingested(tmp_path, monkeypatch):
     return read
 
 
-@pytest.mark.mostly_slow(every=3)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("path", "run_id"), [("run", "run"), ("run/traces.json", "traces"), ("run/*.json", "traces")]
 )

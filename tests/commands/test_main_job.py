@@ -43,6 +43,7 @@ def test_the_job_leaves_tables_models_evaluation_and_report(trained):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("whole_pages")
 def test_ingest_and_train_give_the_bytes_of_run(tmp_path, trained, new_traces):
     folder = new_traces().load().write(tmp_path / "busy")
     ingest([folder], tmp_path / "tables")

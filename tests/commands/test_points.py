@@ -74,6 +74,7 @@ def traced(folder):
     return folder
 
 
+@pytest.mark.slow
 def test_points_beside_traces_change_no_request(points, tmp_path):
     alone, beside = (traced(tmp_path / name / "run") for name in ("alone", "beside"))
     (beside / "points.csv").write_bytes(points("4,,100,20,20.5,7.5,1,x").read_bytes())
@@ -115,6 +116,7 @@ def test_more_requests_at_a_time_take_longer(trained, points):
     assert "1 column not read: comment" in result.notes
 
 
+@pytest.mark.slow
 def test_a_point_of_another_server_is_not_compared(tracefit, trained, points):
     path = points("1,,64,20,20,10,1,x", "1,,64,20,20,10,8,x", ",,64,20,20,10,1,x", "2,,,20,20,10,1,x")
     code, out, _ = tracefit("compare", trained, path, "--json")
@@ -131,6 +133,7 @@ def test_a_point_of_another_server_is_not_compared(tracefit, trained, points):
     assert "point 2 (points.csv) is not compared: it has 8 GPUs" in " ".join(out.split())
 
 
+@pytest.mark.slow
 def test_points_in_tables_are_compared_too(trained, points, tmp_path):
     path = points("1,,64,20,20,10,1,x")
     tracefit.ingest(path, tmp_path / "tables")

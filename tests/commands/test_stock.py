@@ -42,6 +42,7 @@ def stock(traces, tmp_path):
     return traces.write(tmp_path / "stock")
 
 
+@pytest.mark.slow
 def test_alpha_trains_on_the_wait_and_advises_on_the_rest(stock, tmp_path):
     result = run([stock], tmp_path / "out")
     assert [m.name for m in result.trained.fitted] == ["alpha.queue_wait", "alpha.admission"]

@@ -64,6 +64,7 @@ def _target(run):
     return ("--model-config", run / "config.json", "--run-config", run / "exp-config.yaml")
 
 
+@pytest.mark.slow
 def test_a_server_is_predicted_from_two_others(servers, new):
     runs, _ = servers
     truth = tracefit.run(str(runs[2]), new / "truth", options=tracefit.TrainOptions(fast=True))
@@ -187,6 +188,7 @@ def test_the_command_prints_the_errors_on_left_out_servers(servers, tmp_path, co
     assert (tmp_path / "new" / SERVER_FILE).exists()
 
 
+@pytest.mark.slow
 def test_the_server_asked_for_is_left_out_of_its_sources(servers, tmp_path):
     runs, _ = servers
     tables = tmp_path / "all"
@@ -284,6 +286,7 @@ def test_a_source_is_not_overwritten(servers, command):
     assert not (out / "beta.json").exists()
 
 
+@pytest.mark.slow
 def test_traces_of_another_server_calibrate_nothing(servers, tmp_path, command):
     runs, out = servers
     tracefit.ingest(str(runs[4]), tmp_path / "other")

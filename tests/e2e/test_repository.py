@@ -51,6 +51,7 @@ def test_a_fixture_yields_what_the_generator_put_in(remade: dict[str, Path], nam
     assert requests["output_tokens"].sum() == wanted["output_tokens"]
 
 
+@pytest.mark.slow
 def test_recorded_fixture_gives_a_step_model(tmp_path: Path) -> None:
     wanted = EXPECTED["recordings/fpm-dynamo"]
     options = tracefit.TrainOptions(features="batch", fast=True)

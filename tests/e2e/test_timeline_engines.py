@@ -97,7 +97,7 @@ def test_their_starts_are_within_half_a_millisecond(case) -> None:
     assert clock_disagreements(timeline, journeys)["disagreeing"].sum() == 0
 
 
-@pytest.mark.mostly_slow(every=6)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case", [*CASES, *(pytest.param(name, marks=pytest.mark.slow) for name in PREEMPTED)], indirect=True
 )

@@ -71,7 +71,7 @@ def test_a_run_without_ten_attributes_goes_through_run(odd, root, tmp_path, seed
     odd.through(run.write(tmp_path / "odd"), tmp_path, **({"commands": ()} if seed else {}))
 
 
-@pytest.mark.mostly_slow(every=3)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("event", "key", "named", "flag"),
     [

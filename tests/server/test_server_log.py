@@ -136,7 +136,7 @@ def test_a_log_given_as_settings_has_the_measured_blocks(tmp_path):
     assert "num_gpu_blocks" not in settings.knobs()
 
 
-@pytest.mark.mostly_slow(every=2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tokens", "said"),
     [

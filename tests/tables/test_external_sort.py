@@ -37,7 +37,7 @@ def test_windows_are_in_order_and_keep_keys_together(held_bytes, frames, tmp_pat
     assert all(windows)
 
 
-@pytest.mark.mostly_slow(every=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("on_disk", [False, True])
 @given(frames=FRAMES)
 def test_several_sorts_go_on_as_one(on_disk, frames, tmp_path_factory):
