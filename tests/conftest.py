@@ -513,7 +513,7 @@ def tracefit(monkeypatch, capsys):
 def small_pieces() -> IngestOptions:
     """Return options that cut files, windows and sorts so small that a small run has many of each."""
     limits = BuildLimits(window_bytes=60_000, sorted_bytes=4_000)
-    return IngestOptions(block_bytes=20_000, build=limits, bytes_per_worker=1)
+    return IngestOptions(block_bytes=40_000, build=limits, bytes_per_worker=1)
 
 
 @pytest.fixture

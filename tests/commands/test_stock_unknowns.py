@@ -41,7 +41,8 @@ class Said:
 
 
 def _said(folder, out):
-    inspection = tracefit.inspect(folder)
+    tracefit.ingest([folder], out / "tables", workers=1)
+    inspection = tracefit.inspect(out / "tables")
     (deployment,) = inspection.deployments
     tracefit.run([folder], out, options=FAST, workers=1)
     (evaluation,) = json.loads((out / "evaluation.json").read_text())["deployments"]

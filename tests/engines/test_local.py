@@ -146,7 +146,8 @@ def test_all_workers_build_a_run_that_would_end_after_the_others(
 def test_of_equal_runs_one_worker_each_builds_all_but_the_last(tmp_path, new_traces, small_pieces):
     for run in "abc":
         new_traces().load(steps=40, requests=12).write(tmp_path / "runs" / run)
-    builds = _builds(_recorded(tmp_path / "runs", tmp_path / "tables", small_pieces, workers=2))
+    smaller = replace(small_pieces, block_bytes=20_000)
+    builds = _builds(_recorded(tmp_path / "runs", tmp_path / "tables", smaller, workers=2))
     assert builds == [(["a"], False), (["b"], False), (["c"], True)]
 
 
