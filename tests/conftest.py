@@ -14,6 +14,7 @@ import time
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
@@ -425,7 +426,7 @@ def _no_waiting_for_the_disk():
 def _light_pages():
     """Let a page of a report hold a line instead of plotly's four megabytes, and compile its templates once, until the session ends.
 
-    Autouse, because every training draws one, of which that is the half. `trained` has a whole one, and tests that use `whole_pages`.
+    Autouse, because every training draws a page. That of `trained` is whole, and so are those of tests that use `whole_pages`.
     """
     try:
         from jinja2 import BytecodeCache, Environment  # noqa: PLC0415 - of an extra
@@ -457,7 +458,8 @@ def _with_plotly():
         with suppress(ImportError, TracefitError):
             from plotly.offline import get_plotlyjs  # noqa: PLC0415
 
-            patch.setattr("tracefit.reports.page.get_plotlyjs", get_plotlyjs)
+            # As it is imported: a test that imports it again leaves another one in the package.
+            patch.setattr(import_module("tracefit.reports.page"), "get_plotlyjs", get_plotlyjs)
         yield
 
 

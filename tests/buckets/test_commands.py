@@ -54,6 +54,7 @@ def test_models_are_verified(same):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("whole_pages")
 def test_a_report_is_drawn_in_the_bucket(same, bucket):
     before = {name: bucket.objects.pop(f"out/{name}")[0] for name in ("report.md", "report.html")}
     code, _, _ = same("report", OUT)

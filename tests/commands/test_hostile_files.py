@@ -55,8 +55,8 @@ FILES = {
 }
 """Name to a function from a good line to the bytes of a file."""
 if IS_FUZZ:
-    # What a record might begin in is searched up to a bound, twice: half a minute, whatever the size.
-    FILES["gzip bomb alone"] = lambda _: gzip.compress(bytes(1 << 20), 9) * (SIZE // 1050)
+    # Zeros, in which a record might begin, are searched twice up to a bound: half a minute, whatever the size.
+    FILES["gzip bomb of zeros only"] = lambda _: gzip.compress(bytes(1 << 20), 9) * (SIZE // 1050)
 
 KEEPS_GOOD = ("deep nesting", "empty objects", "empty objects as spans", "one huge string", "record starts")
 """Files whose good records are read whatever lies between them."""

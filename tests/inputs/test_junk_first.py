@@ -20,7 +20,7 @@ else:
     from backports import zstd
 
 HEAD_BYTES = 256 << 10
-"""What is looked at first, where it is usually 4 MiB: to search megabytes once more for each combination shows nothing else."""
+"""The head of a file here; it usually has 4 MiB, and to search megabytes for each combination shows nothing else."""
 MORE = "more than the head that is looked at"
 JUNK = {
     "random bytes": random.Random(0).randbytes(300),
