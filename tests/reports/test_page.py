@@ -329,6 +329,7 @@ def test_names_in_figures_are_no_links():
     )
 
 
+@pytest.mark.usefixtures("whole_pages")
 def test_a_second_report_gives_the_bytes_of_the_first(trained, tmp_path):
     result = report(trained, out=tmp_path)
     assert sorted(p.name for p in result.files) == ["report.html", "report.md"]
