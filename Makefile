@@ -101,6 +101,10 @@ schemas: $(READY) ## write schemas/ anew from the code
 fixtures: $(READY) ## write the generated runs of fixtures/ anew
 	$(BIN)/python tests/scripts/make_fixtures.py fixtures
 
+law: $(READY) ## fit the law that the package carries to public points (SAMPLE=wheel of aiconfigurator-core 0.12.0) and print its errors: four minutes
+	@test -n "$(SAMPLE)" || { echo "SAMPLE is not given: pip download --no-deps aiconfigurator-core==0.12.0, then make law SAMPLE=<its wheel>" >&2; exit 2; }
+	$(BIN)/python tests/scripts/make_law.py $(SAMPLE)
+
 models: $(READY) ## write models/, fixtures/models/, the tables of results and README.md anew: the main job's output on fixtures/
 	rm -rf build/models build/logged build/generated
 	$(BIN)/tracefit run fixtures/runs --out build/models --quiet

@@ -298,6 +298,7 @@ NO_FILES = {
 }
 
 TOUCH_FILES = {
+    "coefficients/boxed.py",
     "commands/inspect.py",
     "commands/predict.py",
     "commands/receive.py",

@@ -321,18 +321,22 @@ PlannedArgument = Annotated[
     ),
 ]
 SourcesArgument = Annotated[
-    str | Path | Iterable[str | Path],
+    str | Path | Iterable[str | Path] | None,
     OptionFlag(
-        "Folders that `tracefit run` wrote, of the servers to learn from.",
+        "Folders that `tracefit run` wrote, of the servers to learn from; the law in the package if none is given.",
         "folders",
         metavar="OUT...",
         positional=True,
     ),
 ]
+LawEngineOption = Annotated[
+    str | None,
+    OptionFlag("Engine of the new server, for the law in the package: vllm if not given.", "engine"),
+]
 CalibrateOption = Annotated[
     str | Path | None,
     OptionFlag(
-        "Some minutes of traces of the new server, or a folder that run wrote of them: draws the law to its steps.",
+        "Some minutes of traces of the new server, points of a benchmark of it, or a folder that run wrote of these: draws the law to them.",
         "calibrate",
         metavar="TRACES|OUT",
     ),

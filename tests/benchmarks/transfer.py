@@ -113,7 +113,7 @@ class Case:
                 _pct(actual[prompts], predicted[prompts]),
                 _pct(actual, unchanged(target, nearest(target.context, chosen))),
                 _pct(actual, roofline(target.rows)),
-                *(_calibrated(law, kind, target, n) for n in CALIBRATED),
+                *(_calibrated(law, target, n) for n in CALIBRATED),
                 covered,
             ]
             means.append(values)
@@ -123,11 +123,11 @@ class Case:
         print(f"| **{self.name}** | **mean of {len(means)}** | | | {cells} | |")
 
 
-def _calibrated(law: object, kind: Kind, target: LawRows, steps: int) -> float:
+def _calibrated(law: object, target: LawRows, steps: int) -> float:
     """Return the error on the other steps after a calibration with some, spread over all but the first."""
     rows = target.rows[int(_WARM_UP * target.rows.height) :]
     chosen = np.unique(np.linspace(0, rows.height - 1, steps).astype(int))
-    found = calibrate(law, kind, replace(target, rows=rows[chosen]), errors_of(()))  # type: ignore[arg-type]
+    found = calibrate(law, replace(target, rows=rows[chosen]), errors_of(()))  # type: ignore[arg-type]
     rest = rows[np.setdiff1d(np.arange(rows.height), chosen)]
     return float("nan") if found is None else _pct(target_of(rest), found.law.predict(rest))
 

@@ -7,6 +7,7 @@ import pytest
 
 import tracefit
 from tracefit import evaluator
+from tracefit.coefficients.boxed import boxed_law
 from tracefit.commands.described import SERVER_FILE
 from tracefit.replay.plan import StepLawUncertainty
 from tracefit.synth import SynthOptions, synth, write_run
@@ -311,3 +312,122 @@ def test_without_prompts_in_the_sources_only_itl_is_planned(new, tmp_path, comma
     code, text, _ = command("plan", folder, *load, "--slo", "itl_p99=500")
     assert code == 0
     assert "TTFT" not in text
+
+
+# -- the law in the package --------------------------------------------------------------------------------
+
+
+def _config(folder, **changes):
+    config = MODELS["llama-8b"].config() | changes
+    path = folder / "config.json"
+    path.write_text(json.dumps(config))
+    return path
+
+
+@pytest.fixture(scope="module")
+def untraced(tmp_path_factory):
+    """Return the folder of a server that the law in the package answers."""
+    folder = tmp_path_factory.mktemp("untraced")
+    server = tracefit.ServerOptions(model_config=_config(folder), gpu="H200", tp=2)
+    tracefit.transfer((), folder / "new", server=server)
+    return folder / "new"
+
+
+def test_without_folders_the_law_is_the_packages_own(untraced):
+    (model,) = json.loads((untraced / "beta.json").read_text())["models"]
+    boxed = boxed_law("vllm")
+    assert model["origin"] == "transferred"
+    assert model["transfer"]["kind"] == "model"
+    assert model["transfer"]["has_prompts"] is False
+    assert len(model["transfer"]["sources"]) == len(boxed.servers)
+    assert model["transfer"]["p90_ape_pct"] == {
+        "decodes": pytest.approx(boxed.errors["model"].p90_ape_pct, rel=1e-3)
+    }
+    assert {c["feature"] for c in model["transfer"]["law"]} == {c.feature for c in boxed.law}
+
+
+def test_the_time_of_a_step_is_the_laws_sum(untraced):
+    """By hand: 16 requests of 1,000 cached tokens, of the model's sizes and the GPU's speeds."""
+    value = {c.feature: c.value for c in boxed_law("vllm").law}
+    model, layers = MODELS["llama-8b"], 32
+    bytes_per_us = 4_800e3
+    weights = layers * (4096 * 128 * (2 * 32 + 2 * 8) + 3 * 4096 * 14_336) + 4096 * 128_256
+    expected = value["one"] + value["kernels"] * layers * 11 + value["all_reduces"] * 2 * layers
+    expected += value["weight_read_us"] * 2 * weights / 2 / bytes_per_us
+    expected += value["decode_kv_read_us"] * 16 * 1_000 * model.kv_bytes_per_token / 2 / bytes_per_us
+    expected += value["decode_matrix_us"] * 16 * 2 * weights / 2 / 989.5e6
+    expected += value["tp_comm_us"] * 16 * 2 * layers * 4096 * 2 * 2 / 2 / 450e3
+    expected += value["batch_requests"] * 16 + value["layers_x_graph_requests"] * layers * 16
+    step = tracefit.load(untraced).predict_step(batch=16, context=1_000)
+    assert step.step.value_us == pytest.approx(expected, rel=0.01)
+
+
+def test_a_plan_of_it_has_the_time_between_tokens_alone(untraced, command):
+    load = ("--rate", 2, "--prompt", 300, "--output", 60)
+    code, out, _ = command("plan", untraced, *load, "--slo", "itl_p90=50")
+    assert code == 0
+    assert "ITL P90" in out
+    assert "TTFT" not in out
+    code, out, _ = command("plan", untraced, *load, "--slo", "ttft_p90=500")
+    assert code == 1
+    assert "only ITL is planned" in " ".join(out.split())
+
+
+def test_another_engine_is_one_line(tmp_path, command):
+    server = ("--model-config", _config(tmp_path), "--gpu", "H200")
+    code, _, err = command("transfer", *server, "--engine", "sglang", "--out", tmp_path / "new")
+    assert code == 2
+    assert err.startswith("tracefit: --engine sglang: the package has no law of it; there is one of vllm")
+    code, _, err = command("transfer", tmp_path, *server, "--engine", "vllm", "--out", tmp_path / "new")
+    assert code == 2
+    assert "leave it out where folders are given" in err
+
+
+def test_speculative_decoding_and_unseen_layers_are_refused(tmp_path, command):
+    server = ("--model-config", _config(tmp_path), "--gpu", "H200", "--out", tmp_path / "new")
+    code, _, err = command("transfer", *server, "--set", "speculative_config.num_speculative_tokens=3")
+    assert code == 2
+    assert "with speculative decoding a step computes several tokens" in err
+    two_bits = {"quant_method": "gptq", "bits": 2, "group_size": 128}
+    server = (
+        "--model-config",
+        _config(tmp_path, quantization_config=two_bits),
+        "--gpu",
+        "H200",
+        "--tp",
+        2,
+        "--out",
+        tmp_path / "new",
+    )
+    code, _, err = command("transfer", *server)
+    assert code == 1
+    assert "no source has" in err
+    assert "weights of 2" in err
+    code, out, _ = command("transfer", *server, "--force")
+    assert code == 0
+    assert "untested" in out
+
+
+def test_points_of_the_server_draw_the_law(tmp_path, command):
+    config, new = _config(tmp_path), tmp_path / "new"
+    server = ("--model-config", config, "--gpu", "H200", "--tp", 2)
+    plain = command("transfer", *server, "--out", tmp_path / "plain")
+    assert plain[0] == 0
+    before = tracefit.load(tmp_path / "plain")
+    rows = ["concurrency,input_len,output_len,ttft_ms,tpot_ms"]
+    for concurrency in (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128):
+        step = before.predict_step(batch=concurrency, context=512).step.value_us
+        rows.append(f"{concurrency},256,512,20,{1.4 * step / 1000:.3f}")
+    points = tmp_path / "points.csv"
+    points.write_text("\n".join(rows) + "\n")
+    code, out, _ = command("transfer", *server, "--calibrate", points, "--out", new)
+    assert code == 0
+    assert "calibrated" in out
+    (model,) = json.loads((new / "beta.json").read_text())["models"]
+    assert model["transfer"]["calibration"]["steps"] == 11
+    after = tracefit.load(new).predict_step(batch=16, context=512).step.value_us
+    assert after == pytest.approx(1.4 * before.predict_step(batch=16, context=512).step.value_us, rel=0.1)
+    points.write_text("\n".join(rows[:5]) + "\n")
+    code, out, err = command("transfer", *server, "--calibrate", points, "--out", new)
+    assert code == 0
+    assert "4 points are too few to calibrate with, 10 are needed" in out + err

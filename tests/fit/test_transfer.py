@@ -21,6 +21,7 @@ from tracefit.fit.transfer import (
     fit_law,
     leave_out,
     nearest,
+    parts_of_model,
     unseen_parts,
 )
 from tracefit.fit.validation import measure
@@ -177,7 +178,7 @@ def test_few_steps_of_a_server_draw_the_law_to_it():
     planted = replace(PLANTED, coefficients=tuple(slow.get(t.feature.name, 0.0) for t in LAW))
     target = server(tp=2, law=planted, steps=2000)
     chosen = replace(target, rows=target.rows[::100])
-    found = calibrate(law, "tensor_parallel", chosen, errors_of(()))
+    found = calibrate(law, chosen, errors_of(()))
     assert found.used
     assert found.before.mape_pct > 15
     assert found.after.mape_pct < 5
@@ -187,7 +188,7 @@ def test_few_steps_of_a_server_draw_the_law_to_it():
 def test_steps_that_confirm_the_law_leave_it_as_it_is():
     law = fit_law([server(tp=1), server(tp=2), server(tp=4)], "tensor_parallel")
     target = server(tp=8, steps=60, noise=0.1)
-    found = calibrate(law, "tensor_parallel", replace(target, rows=target.rows[:20]), errors_of(()))
+    found = calibrate(law, replace(target, rows=target.rows[:20]), errors_of(()))
     assert not found.used
     assert found.law is law
 
@@ -196,7 +197,7 @@ def test_steps_that_compile_are_left_out_and_counted():
     law = fit_law([server(tp=1), server(tp=4)], "tensor_parallel")
     target = server(tp=2, steps=200)
     slow = target.rows.with_columns(y=pl.when(pl.col("step_id") < 7).then(pl.col("y") * 30).otherwise("y"))
-    found = calibrate(law, "tensor_parallel", replace(target, rows=slow), errors_of(()))
+    found = calibrate(law, replace(target, rows=slow), errors_of(()))
     assert found.left_out[COMPILING] == 7
     assert _error_pct(found.law, target) < 3
 
@@ -204,17 +205,20 @@ def test_steps_that_compile_are_left_out_and_counted():
 def test_fewer_than_twenty_steps_calibrate_nothing():
     law = fit_law([server(tp=1)], "tensor_parallel")
     target = server(tp=2)
-    assert calibrate(law, "tensor_parallel", replace(target, rows=target.rows[:19]), errors_of(())) is None
+    assert calibrate(law, replace(target, rows=target.rows[:19]), errors_of(())) is None
 
 
 def test_parts_of_a_model_that_no_source_has_are_named():
-    assert unseen_parts(_context(LARGE), [server()]) == ()
-    assert unseen_parts(_context(SPARSE), [server()]) == ("layers with experts", "experts of 16 bits")
-    assert unseen_parts(_context(SPARSE, enable_expert_parallel=True, tp=2), [server(SPARSE)]) == (
-        "expert parallelism",
+    assert unseen_parts(_context(LARGE), parts_of_model(server().context)) == ()
+    assert unseen_parts(_context(SPARSE), parts_of_model(server().context)) == (
+        "layers with experts",
+        "experts of 16 bits",
     )
+    assert unseen_parts(
+        _context(SPARSE, enable_expert_parallel=True, tp=2), parts_of_model(server(SPARSE).context)
+    ) == ("expert parallelism",)
     eight = {**DENSE, "quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic"}}
-    assert "attention weights of 8 bits" in unseen_parts(_context(eight), [server()])
+    assert "attention weights of 8 bits" in unseen_parts(_context(eight), parts_of_model(server().context))
 
 
 def test_kernels_are_counted_by_what_a_layer_does():

@@ -73,6 +73,7 @@ _TYPES: Mapping[Any, Any] = {
     str | Path: str,
     str | Path | None: str | None,
     str | Path | Iterable[str | Path]: list[str],
+    str | Path | Iterable[str | Path] | None: list[str] | None,
     tuple[str, ...]: list[str] | None,
     Mapping[str, object] | None: list[str] | None,
 }

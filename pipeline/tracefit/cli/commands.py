@@ -37,6 +37,7 @@ from tracefit.options import (
     IngestOptions,
     IngestOutOption,
     InspectedArgument,
+    LawEngineOption,
     LimitsOption,
     LoadOptions,
     ModelsArgument,
@@ -342,17 +343,19 @@ def plan(
 @command("transfer to {out}", ServerOptions)
 def transfer(
     terminal: Terminal,
-    folders: SourcesArgument,
-    out: TransferOutOption,
+    folders: SourcesArgument = None,
     calibrate: CalibrateOption = None,
     *,
+    out: TransferOutOption,
+    engine: LawEngineOption = None,
     force: ForceOption = False,
     **options: Any,
 ) -> object:
     """Predict a server that was never traced, from others.
 
     Fits a law in time at rated speed to the steps of the sources, measures it on servers left out of them, and writes models, evaluation and
-    report of the new server. A few minutes of its own traces draw the law to it.
+    report of the new server. Without sources the law is the package's own, of public points, for the time between tokens. A few minutes of the
+    new server's traces, or ten points of a benchmark of it, draw the law to it.
 
     Example: `tracefit transfer out/ --model-config config.json --gpu B300 --tp 2 --out new/`
     """
@@ -360,6 +363,7 @@ def transfer(
         folders,
         out,
         server=server_options(options),
+        engine=engine,
         calibrate=calibrate,
         force=force,
         progress=terminal,

@@ -18,6 +18,7 @@ from tracefit.coefficients.documents import DeploymentEvaluation, Evaluation, In
 from tracefit.coefficients.verdicts import Measurements, verdicts_of
 from tracefit.features.law import (
     ALWAYS,
+    BATCH_COLUMNS,
     COMPUTE,
     COMPUTE_BOUND,
     GPU_BOUND,
@@ -39,7 +40,7 @@ from tracefit.models.validation import NO_ROWS, Metrics, Validation
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from tracefit.fit.transfer import Calibration, Fold, Kind, Law, LawRows, TransferErrors
+    from tracefit.fit.transfer import Calibration, Fold, Kind, Law, LawRows
     from tracefit.server.context import Deployment, RunContext
 
 _DEFINITION = "start of a step to the start of the next one, from a law that was fitted on other servers"
@@ -173,7 +174,8 @@ def _terms(terms: Sequence[tuple[LawTerm, float]], reach: pl.DataFrame) -> tuple
 
 def _reach(sources: Sequence[LawRows], context: RunContext) -> pl.DataFrame:
     """Return the batches of the sources as the new server would run them."""
-    return as_run_by(pl.concat([thinned(one.rows) for one in sources]), context)
+    batches = [f"of_{name}" for name in BATCH_COLUMNS]
+    return as_run_by(pl.concat([thinned(one.rows).select(batches) for one in sources]), context)
 
 
 _STEP_RANGES = {
@@ -204,60 +206,51 @@ def facts_of(deployment: Deployment, sources: Sequence[LawRows]) -> schema.Deplo
     )
 
 
-def transfer_facts(
-    kind: Kind,
-    law: Law,
-    sources: Sequence[LawRows],
-    folds: Sequence[Fold],
-    expected: TransferErrors,
-    calibration: schema.CalibrationFacts | None = None,
-) -> schema.Transfer:
-    """Return where a law comes from, as it is published."""
-    covered = [(fold.coverage_pct, fold.errors.n) for fold in folds if fold.coverage_pct is not None]
-    steps = sum(n for _, n in covered)
-    laws = [fold.law for fold in folds]
-    return schema.Transfer(
-        kind=kind,
-        sources=tuple(one.deployment_id for one in sources),
-        law=tuple(
-            schema.LawCoefficient(
-                feature=t.feature.name,
-                unit=t.feature.coefficient_unit,
-                value=value,
-                part=part_of(t, law.form),
-                low=t.low,
-                high=t.high if math.isfinite(t.high) else None,
-                prior=t.prior,
-                left_out_range=_ends([one.value(t.feature.name) for one in laws]),
-            )
-            for t, value in law.pairs()
-        ),
-        folds=expected.folds,
-        p90_ape_pct=dict(expected.p90_ape_pct),
-        sd_pct=100 * math.expm1(expected.sd_log),
-        coverage_pct=sum(c * n for c, n in covered) / steps if steps else None,
-        tested=bool(folds) or (calibration is not None and calibration.used),
-        has_prompts=any(one.has_prompts for one in sources),
-        calibration=calibration,
+def law_coefficients(
+    law: Law, left_out: Mapping[str, tuple[float, float]]
+) -> tuple[schema.LawCoefficient, ...]:
+    """Return the coefficients of a law, each with its range over the laws that were fitted without one of the sources."""
+    return tuple(
+        schema.LawCoefficient(
+            feature=t.feature.name,
+            unit=t.feature.coefficient_unit,
+            value=value,
+            part=part_of(t, law.form),
+            low=t.low,
+            high=t.high if math.isfinite(t.high) else None,
+            prior=t.prior,
+            left_out_range=left_out.get(t.feature.name),
+        )
+        for t, value in law.pairs()
     )
 
 
-def _ends(values: Sequence[float]) -> tuple[float, float] | None:
-    return (min(values), max(values)) if values else None
+def ranges_of(laws: Sequence[Law]) -> dict[str, tuple[float, float]]:
+    """Return the least and largest coefficient of each term over some laws."""
+    names = dict.fromkeys(t.feature.name for law in laws for t, _ in law.pairs())
+    values = {name: [law.value(name) for law in laws] for name in names}
+    return {name: (min(found), max(found)) for name, found in values.items()}
 
 
-def validation_of(law: Law, folds: Sequence[Fold], calibration: Calibration | None) -> Validation:
+def coverage_pct(across: Sequence[LeftOutErrors]) -> float | None:
+    """Return the percent of all left-out rows within the interval that the other sources give; null where these are too few for one."""
+    known = [(e.interval_coverage_pct, e.errors.n) for e in across if e.interval_coverage_pct is not None]
+    rows = sum(n for _, n in known)
+    return sum(c * n for c, n in known) / rows if rows else None
+
+
+def validation_of(law: Law, across: Sequence[LeftOutErrors], calibration: Calibration | None) -> Validation:
     """Return the errors of a law: on the servers that were left out, or, after a calibration, on left-out blocks of its steps."""
     if calibration is not None:
         holdout = calibration.after if calibration.used else calibration.before
         groups: Mapping[str, Metrics] = calibration.by_phase
     else:
-        holdout = pooled([fold.errors for fold in folds])
+        holdout = pooled([one.errors for one in across])
         groups = {
-            phase: pooled([fold.by_phase[phase] for fold in folds if phase in fold.by_phase])
+            phase: pooled([one.by_phase[phase] for one in across if phase in one.by_phase])
             for phase in (DECODES, PROMPTS)
         }
-    nearest = pooled([fold.nearest for fold in folds])
+    nearest = pooled([one.nearest for one in across if one.nearest is not None])
     return Validation(
         unit="us",
         n_features=sum(value > 0 for value in law.coefficients),

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import polars as pl
 from threadpoolctl import threadpool_limits
 
 from tracefit.coefficients import publish
+from tracefit.coefficients.boxed import ENGINES, boxed_law
 from tracefit.coefficients.documents import CoefficientFile
 from tracefit.coefficients.files import find_models, published
 from tracefit.coefficients.models import load
 from tracefit.coefficients.transferred import (
+    coverage_pct,
     evaluation_of,
+    law_coefficients,
     left_out_errors,
+    ranges_of,
     step_model,
-    transfer_facts,
     validation_of,
 )
 from tracefit.commands.deployments import deployments_of, load_deployment, sample_runs, write_timelines
@@ -30,6 +34,7 @@ from tracefit.features.sets import AUTO
 from tracefit.features.training import MOST_TOO_FAST
 from tracefit.fit.deployments import fit_deployment, with_seen_limits
 from tracefit.fit.fitted import DeploymentOptions, target_of
+from tracefit.fit.points import FEWEST_POINTS, point_rows
 from tracefit.fit.transfer import (
     FASTER,
     FEWEST_STEPS,
@@ -47,6 +52,7 @@ from tracefit.fit.transfer import (
     law_rows,
     leave_out,
     nearest,
+    parts_of_model,
     prompts_of,
     unseen_parts,
 )
@@ -57,6 +63,7 @@ from tracefit.models.targets import CYCLE_TIME, is_step_model, target_named
 from tracefit.options import (
     CalibrateOption,
     ForceOption,
+    LawEngineOption,
     ServerOptions,
     SourcesArgument,
     TransferOutOption,
@@ -65,13 +72,15 @@ from tracefit.options import (
 from tracefit.progress import KeptWarnings, Progress
 from tracefit.results.models import LawPart, LeftOutSource, TransferResult
 from tracefit.server.context import deployment_of, read_context
+from tracefit.server.hardware import find_gpu
 from tracefit.server.settings import SPECULATION, merge, settings_from
 from tracefit.tables.disk import write_files
+from tracefit.tables.points import points_stated
 from tracefit.tables.store import TableStore
 from tracefit.text import percent, plural
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Collection, Iterator, Sequence
     from pathlib import Path
 
     from tracefit.coefficients.documents import Provenance
@@ -86,6 +95,7 @@ _KINDS: dict[str, str] = {
     "tensor_parallel": "another tensor parallelism of the same model and GPU",
     "model": "another model on the same GPU",
     "gpu": "another GPU",
+    "model_and_gpu": "another model on another GPU",
 }
 _MOST_RUNS = 50
 _MOST_ROWS = 200_000
@@ -104,6 +114,7 @@ def transfer(
     out: TransferOutOption,
     *,
     server: ServerOptions | None = None,
+    engine: LawEngineOption = None,
     calibrate: CalibrateOption = None,
     force: ForceOption = False,
     progress: Progress | None = None,
@@ -111,12 +122,14 @@ def transfer(
     """Predict a server that was never traced from the traces of others, and write models, evaluation and report for it.
 
     A law in time at rated speed is fitted to the steps of the sources: of deployments of the same model and GPU if there are any, else of
-    the same GPU, else of all. Its errors are those on servers that are left out of the sources in turn.
+    the same GPU, else of all. Its errors are those on servers that are left out of the sources in turn. Without folders the law is the one
+    that the package carries.
 
     Args:
-        folders: Folders that `run` or `train` wrote.
+        folders: Folders that `run` or `train` wrote; the law in the package if none is given.
         out: Folder for alpha.json, beta.json, evaluation.json and the report.
         server: The new server: at least `model_config` and `gpu`.
+        engine: The engine of the law in the package: `vllm` if not given.
         calibrate: Traces of the new server, or a folder that `run` wrote of them: the law is drawn to its steps.
         force: Answer where nothing shows how exact the answer is, with the widest interval.
         progress: Receives reports on the progress.
@@ -131,9 +144,12 @@ def transfer(
         >>> result = tracefit.transfer(["out/"], "new/", server=new)  # doctest: +SKIP
     """
     progress = KeptWarnings(progress)
-    places = as_list(folders)
-    if not places:
-        raise UsageError("no folder is given", hint="name folders that `tracefit run` wrote")
+    places = as_list(folders or ())
+    if places and engine is not None:
+        raise UsageError(
+            f"{named(LawEngineOption)}: is for the law in the package",
+            hint="leave it out where folders are given: the law is fitted to what these hold",
+        )
     if any(place_of(place) == place_of(out) for place in places):
         raise UsageError(
             f"{named(TransferOutOption)} {out}: is one of the sources, whose models would be lost",
@@ -142,7 +158,15 @@ def transfer(
     server = server or ServerOptions()
     context = _target(server)
     with threadpool_limits(limits=1, user_api="blas"):
-        return _transferred(places, place_of(out), context, server, calibrate, force=force, progress=progress)
+        found = _transferred(places, context, progress) if places else _from_package(context, engine)
+        found = _with_calibration(found, calibrate, server, place_of(out), progress)
+        if found.doubts and not force and found.calibration is None:
+            lifts = f"some minutes of its traces lift this: {named(CalibrateOption)}"
+            raise DataError(
+                f"{found.target.deployment_id}: {'; '.join(found.doubts)}",
+                hint=f"{lifts}; or {named(ForceOption)} answers with the widest interval",
+            )
+        return _written(place_of(out), found, progress)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,36 +203,40 @@ class _Found:
     Attributes:
         target: The server.
         kind: Property of it that no source has.
-        chosen: The sources.
-        folds: The sources left out in turn.
+        sources: Ids of the sources.
+        reach: Their steps, or the corners of their batches.
         law: The law of all of them.
+        left_out: Range of each coefficient over the laws without one of the sources.
+        across: Errors on sources that were left out in turn.
         expected: The errors to expect of it.
+        about: Sentences on the sources.
+        has_prompts: Whether any source has steps with prompts.
+        alpha: Models of the front end, borrowed from a source.
         doubts: Why nothing shows how exact it is.
-        calibration: The law drawn to steps of the server; null without any.
+        calibration: The law drawn to steps of the server, or to points of it; null without any.
+        drawn_to: Whether it is drawn to steps or to points.
         own: A fit of these steps by themselves.
     """
 
     target: Deployment
     kind: Kind
-    chosen: tuple[LawRows, ...]
-    folds: tuple[Fold, ...]
+    sources: tuple[str, ...]
+    reach: tuple[LawRows, ...]
     law: Law
+    left_out: dict[str, tuple[float, float]]
+    across: tuple[LeftOutErrors, ...]
     expected: TransferErrors
+    about: tuple[str, ...]
+    has_prompts: bool
+    alpha: tuple[schema.Model, ...]
     doubts: tuple[str, ...]
     calibration: Calibration | None = None
+    drawn_to: Literal["steps", "points"] = "steps"
     own: _Own = field(default_factory=_Own)
 
 
-def _transferred(
-    places: Sequence[str | Path],
-    out: Path,
-    context: RunContext,
-    server: ServerOptions,
-    traces: str | Path | None,
-    *,
-    force: bool,
-    progress: KeptWarnings,
-) -> TransferResult:
+def _transferred(places: Sequence[str | Path], context: RunContext, progress: KeptWarnings) -> _Found:
+    """Return a law that is fitted to the steps of some folders."""
     sources = _sources(places, context, progress)
     kind, chosen = choose_sources(context, sources.rows)
     if not chosen:
@@ -223,15 +251,63 @@ def _transferred(
     progress.stage("leaving out servers in turn")
     folds = leave_out(chosen, kind)
     doubts = tuple(_doubts(target.context, chosen, kind, folds))
-    found = _Found(target, kind, chosen, folds, law, UNTESTED if doubts else errors_of(folds), doubts)
-    found = _with_calibration(found, traces, server, out, progress)
-    if doubts and not force and found.calibration is None:
-        lifts = f"some minutes of its traces lift this: {named(CalibrateOption)}"
-        raise DataError(
-            f"{target.deployment_id}: {'; '.join(doubts)}",
-            hint=f"{lifts}; or {named(ForceOption)} answers with the widest interval",
+    names = ", ".join(one.deployment_id for one in chosen)
+    return _Found(
+        target=target,
+        kind=kind,
+        sources=tuple(one.deployment_id for one in chosen),
+        reach=chosen,
+        law=law,
+        left_out=ranges_of([fold.law for fold in folds]),
+        across=left_out_errors(folds, kind, chosen, _own_errors(sources, chosen)),
+        expected=UNTESTED if doubts else errors_of(folds),
+        about=(f"the law is fitted to {names} ({_KINDS[kind]})", *sources.refused),
+        has_prompts=any(one.has_prompts for one in chosen),
+        alpha=_borrowed(target, kind, chosen, sources),
+        doubts=doubts,
+    )
+
+
+def _from_package(context: RunContext, engine: str | None) -> _Found:
+    """Return the law that the package carries.
+
+    Raises:
+        UsageError: It has none of the engine, or the server decodes speculatively.
+    """
+    name = (engine or ENGINES[0]).lower()
+    if name not in ENGINES:
+        raise UsageError(
+            f"{named(LawEngineOption)} {name}: the package has no law of it",
+            hint=f"there is one of {', '.join(ENGINES)}; for others name folders that `tracefit run` wrote of their servers",
         )
-    return _written(out, found, sources, progress)
+    if any(setting.startswith(SPECULATION) for setting in context.settings.other):
+        raise UsageError(
+            "with speculative decoding a step computes several tokens of a request, which the law in the package does not know",
+            hint="leave the setting out, or name folders that `tracefit run` wrote of such servers",
+        )
+    boxed = boxed_law(name)
+    target, kind = deployment_of(context), boxed.kind_for(context)
+    doubts = tuple(_unseen(context, boxed.parts))
+    points = sum(one.points for one in boxed.servers)
+    errors = boxed.errors[kind]
+    about = (
+        f"the law is the package's own, fitted to {points:,} public points of {len(boxed.servers)} servers with {name}: {boxed.source}",
+        f"servers that were left out of it, as this one is ({_KINDS[kind]}), were {percent(errors.mdape_pct)} % off at the median point",
+    )
+    return _Found(
+        target=target,
+        kind=kind,
+        sources=tuple(one.deployment_id for one in boxed.servers),
+        reach=(boxed.batches(target),),
+        law=boxed.fitted(),
+        left_out={c.feature: c.left_out_range for c in boxed.law if c.left_out_range is not None},
+        across=tuple(one for one in boxed.across if one.kind == kind),
+        expected=UNTESTED if doubts else boxed.expected(kind),
+        about=about,
+        has_prompts=False,
+        alpha=(),
+        doubts=doubts,
+    )
 
 
 # -- the new server --------------------------------------------------------------------------------------
@@ -254,7 +330,22 @@ def _target(server: ServerOptions) -> RunContext:
     if context.architecture is None or context.gpu is None:
         unknown = "; ".join(context.left_out) or "the GPU is not known"
         raise UsageError(f"the new server cannot be computed: {unknown}")
-    return _with_blocks(context)
+    return with_blocks(_with_limits(context))
+
+
+def _with_limits(context: RunContext) -> RunContext:
+    """Return the server with vLLM's limits of a batch on its GPU, unless they are stated: a plan needs them.
+
+    `EngineArgs.get_batch_defaults` of vLLM 0.20: more on GPUs of 70 GiB and more, except A100.
+    """
+    gpu = context.gpu
+    is_large = gpu is not None and gpu.memory_gb * 1e9 >= 70 * 2**30 and "A100" not in gpu.name
+    limits = {
+        "max_num_seqs": 1_024 if is_large else 256,
+        "max_num_batched_tokens": 8_192 if is_large else 2_048,
+    }
+    assumed = settings_from(limits, where="vLLM's defaults", source="assumed")
+    return replace(context, settings=merge(assumed, context.settings))
 
 
 def _named_like(context: RunContext, others: Sequence[RunContext]) -> RunContext:
@@ -267,7 +358,7 @@ def _named_like(context: RunContext, others: Sequence[RunContext]) -> RunContext
     return replace(context, settings=settings, architecture=replace(context.architecture, name=name))
 
 
-def _with_blocks(context: RunContext) -> RunContext:
+def with_blocks(context: RunContext) -> RunContext:
     """Return the server with the KV blocks that its memory has room for, unless they are stated.
 
     Raises:
@@ -373,7 +464,17 @@ def _doubts(
     context: RunContext, chosen: Sequence[LawRows], kind: Kind, folds: Sequence[Fold]
 ) -> Iterator[str]:
     """Yield why nothing shows how exact a transfer is."""
-    if unseen := unseen_parts(context, chosen):
+    yield from _unseen(context, {part for one in chosen for part in parts_of_model(one.context)})
+    if len(chosen) == 1:
+        yield "there is one source only, and none is left to test the law on"
+    elif not folds:
+        what = {"tensor_parallel": "tensor parallelism", "model": "model", "gpu": "GPU"}[kind]
+        yield f"all sources have one {what}, so that none shows how the law carries over to another"
+
+
+def _unseen(context: RunContext, seen: Collection[str]) -> Iterator[str]:
+    """Yield the parts of a server that no source has."""
+    if unseen := unseen_parts(context, seen):
         yield f"no source has {' or '.join(unseen)}"
     if (
         (context.settings.data_parallel or 1) > 1
@@ -383,11 +484,6 @@ def _doubts(
         yield "no source has experts shared by data-parallel ranks"
     if (context.settings.pipeline_parallel or 1) > 1:
         yield "no source has pipeline stages"
-    if len(chosen) == 1:
-        yield "there is one source only, and none is left to test the law on"
-    elif not folds:
-        what = {"tensor_parallel": "tensor parallelism", "model": "model", "gpu": "GPU"}[kind]
-        yield f"all sources have one {what}, so that none shows how the law carries over to another"
 
 
 # -- calibration -----------------------------------------------------------------------------------------
@@ -404,17 +500,56 @@ def _with_calibration(
         progress.stage("reading the traces to calibrate with")
         ingest(traces, out / "tables", server=server, progress=progress)
         folder = out / "tables"
-    steps, tables = _steps_of(TableStore(folder).require(), found.target, str(traces))
-    made = calibrate(found.law, found.kind, steps, found.expected)
+    store = TableStore(folder).require()
+    if points_stated(store.read("runs", None), only=True):
+        steps, tables = _points_of(store, found.target, str(traces)), None
+    else:
+        steps, tables = _steps_of(store, found.target, str(traces))
+    what: Literal["steps", "points"] = "points" if tables is None else "steps"
+    fewest = FEWEST_POINTS if tables is None else FEWEST_STEPS
+    made = calibrate(found.law, steps, found.expected, fewest=fewest)
     if made is None:
+        counted = f"{steps.rows.height} {what}"
+        left = ", ".join(f"{n} left out: {reason}" for reason, n in steps.left_out.items())
         progress.warn(
-            f"{steps.rows.height} steps are too few to calibrate with, {FEWEST_STEPS} are needed: the transfer is as without them"
+            f"{counted} are too few to calibrate with, {fewest} are needed: the transfer is as without them{f' ({left})' if left else ''}"
+        )
+        return found
+    found = replace(found, calibration=made, drawn_to=what)
+    if tables is None:
+        progress.warn(
+            "points hold no steps with prompts: the cost of a prompt is known only from the mean time between tokens"
         )
         return found
     for text in _of_calibration(made):
         progress.warn(text)
-    found = replace(found, calibration=made)
     return replace(found, own=_own_fit(found, made, tables, progress))
+
+
+def _points_of(store: TableStore, target: Deployment, where: str) -> LawRows:
+    """Return the mean steps of the points of a server in some tables.
+
+    Raises:
+        UsageError: A point states another model, GPU or tensor parallelism.
+    """
+    points = store.read("points").sort("source_file", "source_offset", "point")
+    context = target.context
+    for row in points.select("gpu", "tensor_parallel").unique(maintain_order=True).to_dicts():
+        gpu, tp = row["gpu"] and find_gpu(row["gpu"]), row["tensor_parallel"]
+        if (gpu and gpu != context.gpu) or (tp and tp != (context.settings.tensor_parallel or 1)):
+            raise UsageError(
+                f"holds points of {row['gpu'] or 'a server'} with tensor parallelism {tp or '?'}, which is not {target.deployment_id}",
+                where=f"{named(CalibrateOption)} {where}",
+                hint="give only points of the new server",
+            )
+    return point_rows(
+        target,
+        points.select(
+            *(pl.col(name).cast(pl.Float64) for name in ("concurrency", "prompt_tokens", "output_tokens")),
+            ttft_us=pl.coalesce("ttft_mean_us", "ttft_p50_us").cast(pl.Float64),
+            tpot_us=pl.coalesce("tpot_mean_us", "itl_mean_us", "tpot_p50_us", "itl_p50_us").cast(pl.Float64),
+        ),
+    )
 
 
 def _steps_of(store: TableStore, target: Deployment, where: str) -> tuple[LawRows, DeploymentTables]:
@@ -472,45 +607,44 @@ def _own_fit(found: _Found, made: Calibration, tables: DeploymentTables, progres
     earlier = steps.join(later.select(keys), on=keys, how="anti")
     if not evaluated.height or earlier.height < FEWEST_STEPS:
         return _Own(fitted)
-    after = drawn(found.law, found.kind, earlier).predict(evaluated)
+    after = drawn(found.law, earlier).predict(evaluated)
     return _Own(fitted, model.validation.holdout.mape_pct, measure(target_of(evaluated), after).mape_pct)
 
 
 # -- what is written -------------------------------------------------------------------------------------
 
 
-def _notes(found: _Found, sources: _Sources) -> Iterator[str]:
+def _notes(found: _Found) -> Iterator[str]:
     """Yield what a user has to know about a transfer."""
-    names = ", ".join(one.deployment_id for one in found.chosen)
-    yield f"the law is fitted to {names} ({_KINDS[found.kind]})"
+    yield from found.about
     made = found.calibration
     if made is not None and made.used:
         yield (
-            f"drawn to {made.rows.rows.height:,} steps of this server: {percent(made.before.mape_pct)} % off before, "
+            f"drawn to {made.rows.rows.height:,} {found.drawn_to} of this server: {percent(made.before.mape_pct)} % off before, "
             f"{percent(made.after.mape_pct)} % on left-out blocks of them after"
         )
     elif found.doubts:
         yield f"untested: {'; '.join(found.doubts)}; the interval is the widest known"
-    elif found.folds:
-        worst = max(found.folds, key=lambda fold: fold.errors.mape_pct or 0.0)
-        yield f"a server left out of the sources was at most {percent(worst.errors.mape_pct)} % off on average ({worst.deployment_id})"
-    if not any(one.has_prompts for one in found.chosen):
+    elif found.across:
+        worst = max(found.across, key=lambda one: one.errors.mape_pct or 0.0)
+        yield f"what was left out of the sources was at most {percent(worst.errors.mape_pct)} % off on average ({worst.deployment_id or worst.left_out})"
+    if not found.has_prompts:
         yield "no source has steps with prompts: their coefficients are the priors, and TTFT is not planned"
     if found.own.is_better:
         yield (
             f"an own fit of these steps is better ({percent(found.own.mape_pct)} % on their last part, the calibrated law "
             f"{percent(found.own.after_mape_pct)} %): it is taken"
         )
-    yield from sources.refused
     yield from (text for text in found.target.context.left_out if _WORKED_OUT in text)
 
 
-def _borrowed(found: _Found, sources: _Sources) -> tuple[schema.Model, ...]:
+def _borrowed(
+    target: Deployment, kind: Kind, chosen: Sequence[LawRows], sources: _Sources
+) -> tuple[schema.Model, ...]:
     """Return the models of the front end of the nearest source that has them."""
-    target = found.target
-    first = nearest(target.context, found.chosen)
+    first = nearest(target.context, chosen)
     names = [target_named(name).model for name in _BORROWED]
-    for one in (first, *(s for s in found.chosen if s is not first)):
+    for one in (first, *(s for s in chosen if s is not first)):
         models = sources.models.get(one.deployment_id)
         of_source = models.deployment(one.deployment_id).models if models is not None else {}
         if of_source.keys() & set(names):
@@ -520,7 +654,7 @@ def _borrowed(found: _Found, sources: _Sources) -> tuple[schema.Model, ...]:
                     update={
                         "deployment_id": target.deployment_id,
                         "origin": "transferred",
-                        "transfer": schema.Transfer(kind=found.kind, sources=(one.deployment_id,)),
+                        "transfer": schema.Transfer(kind=kind, sources=(one.deployment_id,)),
                         "notes": (*model.notes, note),
                     }
                 )
@@ -530,23 +664,22 @@ def _borrowed(found: _Found, sources: _Sources) -> tuple[schema.Model, ...]:
     return ()
 
 
-def _written(out: Path, found: _Found, sources: _Sources, progress: KeptWarnings) -> TransferResult:
+def _written(out: Path, found: _Found, progress: KeptWarnings) -> TransferResult:
     """Publish a transfer, and return it."""
     target, context = found.target, found.target.context
     gpu = context.gpu.name if context.gpu else None
     made_by = publish.provenance({"command": "transfer", "kind": found.kind, "gpu": gpu}, files={})
-    notes = tuple(_notes(found, sources))
+    notes = tuple(_notes(found))
     own_alpha, own_step = _own_models(found.own, made_by)
     own_names = {model.name for model in own_alpha}
-    alpha = (*own_alpha, *(m for m in _borrowed(found, sources) if m.name not in own_names))
+    alpha = (*own_alpha, *(m for m in found.alpha if m.name not in own_names))
     step = _step_model(found, own_step, notes)
     missing = _missing(target.deployment_id, alpha)
     files = {
         "alpha": CoefficientFile(kind="alpha", models=alpha, not_fitted=missing, provenance=made_by),
         "beta": CoefficientFile(kind="beta", models=(step,), provenance=made_by),
     }
-    across = left_out_errors(found.folds, found.kind, found.chosen, _own_errors(sources, found.chosen))
-    evaluation = evaluation_of(target.deployment_id, step, alpha, across, notes)
+    evaluation = evaluation_of(target.deployment_id, step, alpha, found.across, notes)
     (alpha_text, alpha_file), (beta_text, beta_file) = published(files["alpha"]), published(files["beta"])
     evaluation_text, rounded = published(evaluation)
     texts = {
@@ -558,7 +691,7 @@ def _written(out: Path, found: _Found, sources: _Sources, progress: KeptWarnings
     progress.stage("drawing the report")
     texts |= report_texts(report_of(rounded, alpha_file, beta_file, None), out, progress)
     write_files(texts)
-    return _result(out, found, step, alpha, across, notes, (tuple(texts), tuple(progress.warnings)))
+    return _result(out, found, step, alpha, notes, (tuple(texts), tuple(progress.warnings)))
 
 
 def _own_models(own: _Own, made_by: Provenance) -> tuple[tuple[schema.Model, ...], schema.Model | None]:
@@ -585,8 +718,18 @@ def _step_model(found: _Found, own: schema.Model | None, notes: tuple[str, ...])
             own_mape_pct=found.own.mape_pct,
             own_after_mape_pct=found.own.after_mape_pct,
         )
-    transfer = transfer_facts(found.kind, law, found.chosen, found.folds, expected, facts)
-    transfer = transfer.model_copy(update={"tested": not found.doubts or made is not None})
+    transfer = schema.Transfer(
+        kind=found.kind,
+        sources=found.sources,
+        law=law_coefficients(law, found.left_out),
+        folds=expected.folds,
+        p90_ape_pct=dict(expected.p90_ape_pct),
+        sd_pct=100 * math.expm1(expected.sd_log),
+        coverage_pct=coverage_pct(found.across),
+        tested=not found.doubts or made is not None,
+        has_prompts=found.has_prompts,
+        calibration=facts,
+    )
     if own is not None and found.own.is_better:
         # The errors of its hold-out are its own: those of the transfer are for comparison.
         return own.model_copy(update={"notes": (*own.notes, *notes)})
@@ -594,9 +737,9 @@ def _step_model(found: _Found, own: schema.Model | None, notes: tuple[str, ...])
     return step_model(
         found.target,
         law,
-        [*found.chosen, *([made.rows] if made else [])],
+        [*found.reach, *([made.rows] if made else [])],
         transfer,
-        validation_of(law, found.folds, made),
+        validation_of(law, found.across, made),
         training=publish.training_of(fitted, step.fitted)
         if fitted is not None and step is not None
         else None,
@@ -634,7 +777,6 @@ def _result(
     found: _Found,
     step: schema.Model,
     alpha: Sequence[schema.Model],
-    across: Sequence[LeftOutErrors],
     notes: tuple[str, ...],
     written: tuple[tuple[Path, ...], tuple[str, ...]],
 ) -> TransferResult:
@@ -645,7 +787,7 @@ def _result(
         deployment_id=found.target.deployment_id,
         origin=step.origin,
         kind=found.kind,
-        sources=tuple(one.deployment_id for one in found.chosen),
+        sources=found.sources,
         tested=transfer.tested if transfer else True,
         p90_ape_pct={phase: limits[phase] for phase in PHASES if phase in limits},
         law=tuple(
@@ -663,7 +805,7 @@ def _result(
                 one.own.mape_pct if one.own else None,
                 one.interval_coverage_pct,
             )
-            for one in across
+            for one in found.across
         ),
         borrowed=tuple(m.name for m in alpha if m.origin == "transferred"),
         notes=notes,

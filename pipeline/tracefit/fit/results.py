@@ -193,7 +193,7 @@ class Overload:
     """Periods with a queue that broke the rule on queues."""
 
 
-LeftOutKind = Literal["run", "model", "gpu", "deployment", "tensor_parallel"]
+LeftOutKind = Literal["run", "model", "gpu", "deployment", "tensor_parallel", "model_and_gpu"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,7 +37,7 @@ from tracefit.models.validation import NO_ROWS
 from tracefit.tables.sources import SOURCES
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterator, Sequence
+    from collections.abc import Collection, Hashable, Iterator, Sequence
 
     from tracefit.fit.fitted import DeploymentTables
     from tracefit.models.validation import Metrics
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from tracefit.server.context import Deployment, RunContext
     from tracefit.statistics import Flags, Vector
 
-Kind = Literal["tensor_parallel", "model", "gpu"]
+Kind = Literal["tensor_parallel", "model", "gpu", "model_and_gpu"]
 """Property of the new server that its sources do not have."""
 
 DECODES, PROMPTS = "decodes", "prompts"
@@ -124,6 +124,8 @@ def group_of(context: RunContext, kind: Kind) -> Hashable:
         return context.settings.tensor_parallel or 1
     if kind == "gpu":
         return context.gpu
+    if kind == "model_and_gpu":
+        return group_of(context, "model"), context.gpu
     model = context.architecture
     # A model has many names: its folder, or none at all.
     return model and tuple((name, value) for name, value in model.facts().items() if name != "model")
@@ -133,9 +135,11 @@ def name_of(context: RunContext, kind: Kind) -> str:
     """Return the name of a server among those that a transfer of a kind tells apart."""
     if kind == "tensor_parallel":
         return f"tp{context.settings.tensor_parallel or 1}"
+    gpu = context.gpu.slug if context.gpu else ""
     if kind == "gpu":
-        return context.gpu.slug if context.gpu else ""
-    return context.architecture.slug if context.architecture else ""
+        return gpu
+    model = context.architecture.slug if context.architecture else ""
+    return f"{model} on {gpu}" if kind == "model_and_gpu" else model
 
 
 def law_rows(deployment: Deployment, tables: DeploymentTables) -> LawRows:
@@ -271,19 +275,29 @@ def fit_law(parts: Sequence[LawRows], kind: Kind) -> Law:
     weights = np.concatenate([_weights(prompts_of(frame)) for frame in frames])
     rows = pl.concat(frames)
     added, longer = (
-        _fitted(rows, weights, offered(kind, form), STRENGTH / len(parts) ** 2, form) for form in FORMS
+        fitted_law(rows, weights, offered(kind, form), STRENGTH / len(parts) ** 2, form) for form in FORMS
     )
     return longer if longer.loss < _LONGER_LOSS * added.loss else added
 
 
-def _fitted(
+def fitted_law(
     rows: pl.DataFrame,
     weights: Vector,
     terms: tuple[LawTerm, ...],
     strength: float,
-    form: LawForm,
+    form: LawForm = "sum",
     prior: Law | None = None,
 ) -> Law:
+    """Fit the law to rows.
+
+    Args:
+        rows: The terms of the law, and `y` in us.
+        weights: Weight of each row, shape (n,).
+        terms: The terms to offer.
+        strength: Strength of the Ridge towards the priors.
+        form: How memory and compute share a step.
+        prior: Law whose coefficients are the priors; those of the terms if not given.
+    """
     priors = [t.prior if prior is None else prior.value(t.feature.name) for t in terms]
     # A coefficient that was found on others is known to a share of itself.
     scales = [
@@ -357,9 +371,8 @@ def _kinds_of(attention: Attention) -> Iterator[str]:
 _ATTENTION, _DENSE = "attention", "dense feed-forward layers"
 
 
-def unseen_parts(target: RunContext, sources: Sequence[LawRows]) -> tuple[str, ...]:
-    """Return the parts of a server that no source has."""
-    seen = {part for one in sources for part in parts_of_model(one.context)}
+def unseen_parts(target: RunContext, seen: Collection[str]) -> tuple[str, ...]:
+    """Return the parts of a server that are in none of its sources, which have those `seen`."""
     # A dense layer is matrices, as attention is, and its weights are as wide.
     like = {_DENSE: _ATTENTION} | {part.replace("attention", "dense"): part for part in seen}
     return tuple(
@@ -558,14 +571,16 @@ class Calibration:
     errors: TransferErrors
 
 
-def calibrate(law: Law, kind: Kind, steps: LawRows, expected: TransferErrors) -> Calibration | None:
-    """Draw the law to steps of the new server, as far as blocks of them that are left out confirm it.
+def calibrate(
+    law: Law, steps: LawRows, expected: TransferErrors, *, fewest: int = FEWEST_STEPS
+) -> Calibration | None:
+    """Draw the law to steps of the new server, or to its points, as far as blocks of them that are left out confirm it.
 
     Returns:
-        Null where fewer than `FEWEST_STEPS` are left.
+        Null where fewer than `fewest` are left.
     """
     kept, compiling = _settled(law, steps.rows)
-    if kept.height < FEWEST_STEPS:
+    if kept.height < fewest:
         return None
     rows, actual, prompts = thinned(kept), None, None
     actual, prompts = target_of(rows), prompts_of(rows)
@@ -573,7 +588,7 @@ def calibrate(law: Law, kind: Kind, steps: LawRows, expected: TransferErrors) ->
     block = np.arange(rows.height) * _BLOCKS // rows.height
     for k in range(_BLOCKS):
         # Blocks in time, not every fifth step: neighbours are alike, and would confirm whatever they were fitted with.
-        after[block == k] = drawn(law, kind, rows.filter(block != k)).predict(rows.filter(block == k))
+        after[block == k] = drawn(law, rows.filter(block != k)).predict(rows.filter(block == k))
     measured = measure(actual, before), measure(actual, after)
     used = (measured[1].mape_pct or 0.0) < (measured[0].mape_pct or 0.0)
     predicted = after if used else before
@@ -587,7 +602,7 @@ def calibrate(law: Law, kind: Kind, steps: LawRows, expected: TransferErrors) ->
     spread = max(abs(x) for x in logs) / 1.645
     left_out = {**steps.left_out, **({COMPILING: compiling} if compiling else {})}
     return Calibration(
-        drawn(law, kind, rows) if used else law,
+        drawn(law, rows) if used else law,
         used,
         LawRows(steps.deployment, rows, left_out),
         left_out,
@@ -597,11 +612,10 @@ def calibrate(law: Law, kind: Kind, steps: LawRows, expected: TransferErrors) ->
     )
 
 
-def drawn(law: Law, kind: Kind, rows: pl.DataFrame) -> Law:
+def drawn(law: Law, rows: pl.DataFrame) -> Law:
     """Return the law drawn from its coefficients to some steps."""
-    terms = offered(kind, law.form)
     weights = np.full(rows.height, 1 / max(rows.height, 1))
-    return _fitted(rows, weights, terms, CALIBRATION_STRENGTH / max(rows.height, 1), law.form, law)
+    return fitted_law(rows, weights, law.terms, CALIBRATION_STRENGTH / max(rows.height, 1), law.form, law)
 
 
 def _settled(law: Law, rows: pl.DataFrame) -> tuple[pl.DataFrame, int]:

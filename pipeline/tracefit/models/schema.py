@@ -346,7 +346,7 @@ ModelOrigin = Literal["fitted", "transferred", "calibrated"]
 """Where a model's numbers come from: fitted to traces of its deployment, computed by a law from those of others, or both."""
 
 
-TransferKind = Literal["tensor_parallel", "model", "gpu"]
+TransferKind = Literal["tensor_parallel", "model", "gpu", "model_and_gpu"]
 """Property of a server that none of those has that a law was fitted on."""
 
 

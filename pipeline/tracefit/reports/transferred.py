@@ -22,6 +22,7 @@ _KINDS: dict[str, str] = {
     "tensor_parallel": "deployments of the same model and GPU",
     "model": "deployments of other models on the same GPU",
     "gpu": "deployments on other GPUs",
+    "model_and_gpu": "deployments of other models on other GPUs",
 }
 _LEFT_OUT = (
     "Each source is left out in turn, and predicted by a law that is fitted to the others. *Nearest* is the most similar of these, its times "
