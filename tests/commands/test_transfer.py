@@ -431,3 +431,7 @@ def test_points_of_the_server_draw_the_law(tmp_path, command):
     code, out, err = command("transfer", *server, "--calibrate", points, "--out", new)
     assert code == 0
     assert "4 points are too few to calibrate with, 10 are needed" in out + err
+    points.write_text("\n".join([rows[0], *(f"16,256,{500 + n},20,9" for n in range(12))]) + "\n")
+    code, out, err = command("transfer", *server, "--calibrate", points, "--out", new)
+    assert code == 0
+    assert "all have 16 decoding requests" in " ".join((out + err).split())

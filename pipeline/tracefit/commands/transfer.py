@@ -516,14 +516,9 @@ def _with_calibration(
         )
         return found
     found = replace(found, calibration=made, drawn_to=what)
-    if tables is None:
-        progress.warn(
-            "points hold no steps with prompts: the cost of a prompt is known only from the mean time between tokens"
-        )
-        return found
-    for text in _of_calibration(made):
+    for text in _of_calibration(made, found.drawn_to):
         progress.warn(text)
-    return replace(found, own=_own_fit(found, made, tables, progress))
+    return found if tables is None else replace(found, own=_own_fit(found, made, tables, progress))
 
 
 def _points_of(store: TableStore, target: Deployment, where: str) -> LawRows:
@@ -579,16 +574,18 @@ def _same_server(one: RunContext, other: RunContext) -> bool:
     return all(group_of(one, kind) == group_of(other, kind) for kind in kinds)
 
 
-def _of_calibration(found: Calibration) -> Iterator[str]:
-    """Yield what the steps of a calibration do not show."""
+def _of_calibration(found: Calibration, drawn_to: Literal["steps", "points"]) -> Iterator[str]:
+    """Yield what the steps, or points, of a calibration do not show."""
     rows = found.rows.rows
-    if not prompts_of(rows).any():
+    if drawn_to == "points":
+        yield "points hold no steps with prompts: the cost of a prompt is known only from the mean time between tokens"
+    elif not prompts_of(rows).any():
         yield "the steps to calibrate with hold no prompts: what a prompt costs is as transferred"
-    if rows["of_num_decode_reqs"].n_unique() == 1:
-        yield f"the steps to calibrate with all have {rows['of_num_decode_reqs'][0]:.0f} decoding requests: how the time grows with the batch is as transferred"
+    if rows["of_num_decode_reqs"].round().n_unique() == 1:
+        yield f"the {drawn_to} to calibrate with all have {rows['of_num_decode_reqs'][0]:.0f} decoding requests: how the time grows with the batch is as transferred"
     if not found.used:
         yield (
-            f"the steps confirm the transferred law ({percent(found.before.mape_pct)} % off; drawn to them, {percent(found.after.mape_pct)} % on "
+            f"the {drawn_to} confirm the transferred law ({percent(found.before.mape_pct)} % off; drawn to them, {percent(found.after.mape_pct)} % on "
             "left-out blocks of them): it is used unchanged"
         )
 
