@@ -424,7 +424,7 @@ def test_folders_are_planned_side_by_side(constant):
         (("--rate", "1", "--servers", "1", "--burstiness", "0"), "--burstiness 0: is out of range"),
         (
             ("--rate", "1", "--servers", "1", "--set", "tp=4"),
-            "--set tp=4: step times are those of tensor_parallel 2: record such a server",
+            "--set tp=4: step times are those of tensor_parallel 2: `tracefit transfer` computes those of another server",
         ),
         (
             ("--rate", "1", "--servers", "1", "--set", "seed=4"),

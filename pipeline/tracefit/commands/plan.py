@@ -98,7 +98,7 @@ MOST_DEPLOYMENTS = 4
 """Deployments for whose rates a training waits: each takes some seconds."""
 _OF_A_REPORT = 600
 """Requests of one replay for a report: half as exact as a plan, and twice as quick."""
-_OWN = "step times are those of {now}: record such a server, and plan with its folder beside this one"
+_OWN = "step times are those of {now}: `tracefit transfer` computes those of another server, or record one; then plan with its folder beside this one"
 _REFUSED: Mapping[str, str] = {
     **dict.fromkeys(
         (
