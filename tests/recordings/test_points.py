@@ -5,16 +5,20 @@ from __future__ import annotations
 import gzip
 import json
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
 import clients
+import tracefit
 from decoding import decoded_block
 from tracefit.inputs.blocks import Block, inspect_file
+from tracefit.inputs.discovery import open_inputs
 from tracefit.inputs.files import TraceFile
 from tracefit.recordings import RECORDINGS
 from tracefit.recordings.point_rows import meaning_of
 from tracefit.tables.dialects import POINT_KEY, POINT_SCOPE
+from tracefit.tables.store import TableStore
 
 FIXTURES = Path(__file__).parents[2] / "fixtures/clients"
 
@@ -328,3 +332,84 @@ def test_llmperf_s_time_per_token_counts_the_prompt_and_is_not_read(tmp_path):
     }
     assert {name: point.get(name) for name in wanted} == pytest.approx(wanted)
     assert not any(name.startswith("itl_") for name in point)
+
+
+# -- the folder of AIPerf 0.13 ------------------------------------------------------------------------------
+
+
+def aiperf_run(folder, *phases):
+    """Write a result folder of aiperf 0.13.0 as one ran: its summary, and `phases/` with that of each phase.
+
+    Each of the phases is its name, its entry in the configuration, its requests and its mean TTFT in ms.
+    """
+    entries = [{"name": name, "kind": "profiling", **entry} for name, entry, *_ in phases]
+    config = {"models": {"items": [{"name": "tiny"}]}, "phases": entries}
+
+    def write(path, requests, ttft_ms, **more):
+        report = {
+            "schema_version": "1.4",
+            "aiperf_version": "0.13.0",
+            "request_latency": {"unit": "ms", "avg": 10 * ttft_ms},
+            "request_count": {"unit": "requests", "avg": float(requests)},
+            "time_to_first_token": {"unit": "ms", "avg": ttft_ms},
+            "input_sequence_length": {"unit": "tokens", "avg": 60.0},
+            "output_sequence_length": {"unit": "tokens", "avg": 12.0},
+            "input_config": config,
+        }
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(report | more, indent=2))
+
+    for name, _, requests, ttft_ms in phases:
+        write(folder / "phases" / name / "profile_export_aiperf.json", requests, ttft_ms)
+    *_, (_, _, requests, ttft_ms) = phases
+    write(folder / "profile_export_aiperf.json", requests, ttft_ms, warmup_metrics={})
+    manifest = {"schema_version": 1, "phases": [{"phase_name": name} for name, *_ in phases]}
+    (folder / "phase_manifest.json").write_text(json.dumps(manifest))
+    return folder
+
+
+WARM_UP = ("warmup", {"kind": "warmup", "type": "poisson", "concurrency": 1, "rate": 20.0}, 4, 19.0)
+MEASURED = ("profiling", {"type": "poisson", "concurrency": 30, "rate": 20.0}, 12, 42.0)
+
+
+def points_under(paths, tmp_path):
+    """Return program, load and requests of the points of some paths, and the names of files that are left out."""
+    with open_inputs(paths) as inputs:
+        left_out = [left.name.rpartition("run/")[2] for left in inputs.left_out if left.is_notable]
+    with TemporaryDirectory(dir=tmp_path) as tables:
+        tracefit.ingest(paths, tables)
+        rows = TableStore(tables).read("points").sort("source_file").to_dicts()
+    columns = ("program", "concurrency", "rate_per_s", "requests", "model")
+    return [tuple(row[name] for name in columns) for row in rows], left_out
+
+
+def test_a_run_of_phases_is_one_point_and_its_phases_are_named(tmp_path):
+    run = aiperf_run(tmp_path / "run", WARM_UP, MEASURED)
+    parts = [f"phases/{name}/profile_export_aiperf.json" for name in ("profiling", "warmup")]
+    files = sorted(map(str, run.rglob("profile_export*.json")))
+    for paths in ([run], files):
+        points, left_out = points_under(paths, tmp_path)
+        assert points == [("aiperf", 30.0, 20.0, 12, "tiny")]
+        assert sorted(left_out) == parts
+
+
+def test_a_phase_s_folder_alone_is_that_phase(tmp_path):
+    run = aiperf_run(tmp_path / "run", WARM_UP, MEASURED)
+    points, left_out = points_under([run / "phases"], tmp_path)
+    assert points == [("aiperf", 30.0, 20.0, 12, "tiny"), ("aiperf, warmup", 1.0, 20.0, 4, "tiny")]
+    assert not left_out
+
+
+def test_a_run_of_several_measured_loads_has_none_and_its_phases_have_theirs(tmp_path):
+    stages = [(f"stage{n}", {"type": "concurrency", "concurrency": n}, 10 * n, 20.0) for n in (2, 8)]
+    run = aiperf_run(tmp_path / "run", WARM_UP, *stages)
+    ((_, slots, rate, *_),), _ = points_under([run], tmp_path)
+    assert (slots, rate) == (None, None)
+    points, _ = points_under([run / "phases"], tmp_path)
+    assert [point[1:3] for point in points] == [(2.0, None), (8.0, None), (1.0, 20.0)]
+
+
+def test_a_phase_that_replays_a_trace_has_no_load(tmp_path):
+    replayed = ("profiling", {"type": "fixed_schedule", "concurrency": 30}, 12, 42.0)
+    ((_, slots, rate, *_),), _ = points_under([aiperf_run(tmp_path / "run", replayed)], tmp_path)
+    assert (slots, rate) == (None, None)

@@ -39,7 +39,7 @@ from tracefit.inputs.folders import (
     find_remote,
     open_filesystem,
 )
-from tracefit.inputs.formats import asked_for, is_beside
+from tracefit.inputs.formats import asked_for, holds_parts, is_beside
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -168,6 +168,7 @@ class _FileFinder:
                 if match.filesystem is None and not is_beside(_base_name(match)):
                     refuse_other_signal(match)
                 named.append(match)
+        named = self._without_parts(named)
         known = {file.place for run in runs for file in (*run.trace_files, *run.kv_files)}
         # Together: several files of one folder are one run.
         runs += self._runs_of([file for file in named if file.place not in known])
@@ -241,8 +242,11 @@ class _FileFinder:
             beside.setdefault(parts[:-1], {})[parts[-1]] = file
         traces: dict[FolderParts, list[TraceFile]] = {}
         kv_files: dict[FolderParts, list[TraceFile]] = {}
+        below = {parts for parts, _ in folder.files}
         for parts, file in folder.files:
             run = _run_folder(parts[:-1], configured)
+            if _whole_of(parts) in below and self._is_part(file, parts[-3]):
+                continue
             if is_beside(_base_name(file)):
                 kv_files.setdefault(run, []).append(file)
             elif parts not in configs and (kind := self._kind_of(file)):
@@ -289,6 +293,23 @@ class _FileFinder:
         if not (is_named or contents.is_traces):
             self._left_out[LeftOut(file.name, str(contents), is_notable=bool(contents.known))] = None
         return "decoded" if is_named or contents.is_traces else None
+
+    def _without_parts(self, files: list[TraceFile]) -> list[TraceFile]:
+        at = [tuple((file.place or file.path).split("/")) for file in files]
+        there = set(at)
+        return [
+            file
+            for file, parts in zip(files, at, strict=True)
+            if _whole_of(parts) not in there or not self._is_part(file, parts[-3])
+        ]
+
+    def _is_part(self, file: TraceFile, folder: str) -> bool:
+        """Return whether a file holds a part of a run whose whole is read from another one; it is left out then."""
+        if not holds_parts(folder) or not (found := inspect_file(file).recording) or found.parts_in != folder:
+            return False
+        reason = f"it is of one part of the run, which the file above {folder}/ has whole; give its folder alone to read it"
+        self._left_out[LeftOut(file.name, reason, is_notable=True)] = None
+        return True
 
     def _run(
         self,
@@ -398,6 +419,11 @@ def _run_folder(folder: FolderParts, configured: set[FolderParts]) -> FolderPart
     """Return the folder of the run whose files lie in `folder`: the nearest one above with a run configuration."""
     above = (folder[:depth] for depth in range(len(folder), -1, -1))
     return next((each for each in above if each in configured), _without_dates(folder))
+
+
+def _whole_of(parts: FolderParts) -> FolderParts:
+    """Return where the whole of a run lies whose parts are in folders of their own: `run/x.json` for `run/phases/warmup/x.json`."""
+    return (*parts[:-3], parts[-1]) if len(parts) > 2 else ()  # noqa: PLR2004 - two folders and the file
 
 
 def _without_dates(folders: FolderParts) -> FolderParts:

@@ -76,6 +76,8 @@ class Recording:
         stamped: Parts of lines whose time counts: the one that a container gives such a line is put before it.
         lacks: The values that its requests never have, of those that `tables.unread` counts.
         versions: The versions of the program that write it, as far as they were read.
+        parts_in: Name of a folder beside its file that has, for each part of the run, a folder with a file of the same name: the
+            part alone, which the file beside it holds too.
     """
 
     name: str
@@ -95,6 +97,7 @@ class Recording:
     file_name: str = ""
     stamped: tuple[bytes, ...] = ()
     versions: str = ""
+    parts_in: str = ""
 
 
 RECORDINGS: dict[str, Recording] = {}
@@ -105,6 +108,11 @@ def asked_for() -> str:
     """Return the files of recordings in words, each once."""
     *most, last = sorted({recording.asked for recording in RECORDINGS.values() if recording.asked})
     return f"{', '.join(most)} or {last}"
+
+
+def holds_parts(folder: str) -> bool:
+    """Return whether a folder has the name of one that holds the parts of a run once more."""
+    return any(folder == recording.parts_in for recording in RECORDINGS.values() if recording.parts_in)
 
 
 def is_beside(name: str) -> bool:

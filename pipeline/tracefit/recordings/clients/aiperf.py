@@ -3,11 +3,15 @@
 Read in aiperf 0.2.0 and 0.13.0 (`aiperf/common/models/record_models.py`, `export_models.py`). genai-perf, which came before it, writes
 the same summary as `profile_export_genai_perf.json` (genai-perf 0.0.8 and 0.0.16, `genai_perf/export_data/json_exporter.py`).
 `--export-level records` writes the requests, which is the default.
+
+0.13 ran against a stub: beside the summary of the measured phases, `phases/` has a folder with that of each phase alone, the warm-up too.
 """
 
 from __future__ import annotations
 
 import re
+from functools import partial
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
@@ -129,14 +133,17 @@ def _metric(report: dict[str, Any], name: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _summary(payload: bytes) -> Iterable[Point]:
+def _summary(payload: bytes, folder: str) -> Iterable[Point]:
     report = from_json(payload, dict[str, Any])
     config = report.get("input_config")
+    # Only the whole run's file has that of its warm-up within.
+    phase = None if "warmup_metrics" in report else folder
+    load, phase = _load_of(config, phase)
     program = (
         "aiperf" if "aiperf_version" in report or b"aiperf" in payload[:_MOST_SEARCHED] else "genai-perf"
     )
     point: Point = {
-        "program": program,
+        "program": f"{program}, {phase}" if phase == _WARM_UP else program,
         "requests_written_by": _WRITTEN_BY[program],
         "settings": {},
         "unread": [],
@@ -160,11 +167,42 @@ def _summary(payload: bytes) -> Iterable[Point]:
         point[column] = number_of(_metric(report, name).get("avg")) or None
     for name, column in (("request_count", "requests"), ("error_request_count", "failed_requests")):
         point[column] = round(number_of(_metric(report, name).get("avg"))) or None
-    rate = next((n for value in _values_of(config, "request_rate") if (n := number_of(value))), None)
-    slots = next((n for value in _values_of(config, "concurrency") if (n := number_of(value))), None)
     models = [v for name in ("model_names", "model", "models") for v in _values_of(config, name)]
+    models += [v for held in _values_of(config, "models") for v in _values_of(held, "name")]
     named = next((v for m in models for v in (m if isinstance(m, list) else [m]) if isinstance(v, str)), None)
-    return [checked(point | {"rate_per_s": rate, "concurrency": slots, "model": named})]
+    return [checked(point | load | {"model": named})]
+
+
+def _load_of(config: Any, phase: str | None) -> tuple[Point, str | None]:
+    """Return the load of a phase, and its kind; of all measured ones if it is none, and no load if those differ.
+
+    Before 0.13 the configuration has one load, and that of the warm-up under other names.
+    """
+    listed = next((value for value in _values_of(config, "phases") if isinstance(value, list)), [])
+    phases: list[dict[str, Any]] = [each for each in listed if isinstance(each, dict)]
+    if not phases:
+        return {
+            "rate_per_s": next(filter(None, map(number_of, _values_of(config, "request_rate"))), None),
+            "concurrency": next(filter(None, map(number_of, _values_of(config, "concurrency"))), None),
+        }, None
+    chosen = [each for each in phases if each.get("name") == phase] or [
+        each for each in phases if each.get("kind", each.get("name")) != _WARM_UP
+    ]
+    loads = [_load_of_phase(each) for each in chosen]
+    kinds = {str(each.get("kind", each.get("name"))) for each in chosen}
+    if not loads or any(load != loads[0] for load in loads):
+        return {}, None
+    return loads[0], kinds.pop() if len(kinds) == 1 else None
+
+
+def _load_of_phase(phase: dict[str, Any]) -> Point:
+    rate = number_of(phase.get("rate")) or None
+    # Without a rate, a concurrency is the load only of a phase that keeps to it: others replay the times of a trace.
+    is_kept = rate is not None or phase.get("type", "concurrency") == "concurrency"
+    return {
+        "rate_per_s": rate,
+        "concurrency": (number_of(phase.get("concurrency")) or None) if is_kept else None,
+    }
 
 
 def _values_of(config: Any, name: str) -> Iterator[Any]:
@@ -177,8 +215,8 @@ def _values_of(config: Any, name: str) -> Iterator[Any]:
         level += [v for each in level if isinstance(each, list) for v in each]
 
 
-def _summaries(payload: bytes) -> PointParts:
-    yield 0, payload, _summary
+def _summaries(payload: bytes, path: str) -> PointParts:
+    yield 0, payload, partial(_summary, folder=PurePath(path).parent.name)
 
 
 _MOST_SEARCHED = 1 << 20
@@ -208,4 +246,5 @@ SUMMARY = declare_client(
     fills=POINTS,
     clock="none",
     units="as each value states",
+    parts_in="phases",
 )

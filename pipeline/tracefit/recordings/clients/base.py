@@ -179,14 +179,14 @@ def no_parts(_: bytes) -> Parts[ClientRow]:
 def decoder(
     name: str,
     parts: Callable[[bytes], Parts[ClientRow]],
-    points: Callable[[bytes], PointParts] | None = None,
+    points: Callable[[bytes, str], PointParts] | None = None,
 ) -> Callable[..., RecordedBlock]:
     """Return the decoder of a program's files.
 
     Args:
         name: The program's file, in reasons of rejects.
         parts: Divides a block into requests.
-        points: Divides it into points, if the file holds summaries.
+        points: Divides it into points, if the file holds summaries; it also gets the path of the file.
     """
 
     def decode(block: Block, payload: bytes, rejects: Rejects) -> RecordedBlock:
@@ -205,11 +205,16 @@ def decoder(
         keys = partial(first_keys, payload, parts)
         spans = requests_seen(requests)
         if points is not None:
-            of_points = spans_of_points(read_points(block, payload, points, f"no summary of {name}", rejects))
+            at_path = partial(_at_path, points, block.path or block.source_file)
+            of_points = spans_of_points(read_points(block, payload, at_path, f"no summary of {name}", rejects))
             spans = pl.concat([spans, of_points], how="diagonal")
         return RecordedBlock(_steps_of_each(once), spans, keys)
 
     return decode
+
+
+def _at_path(points: Callable[[bytes, str], PointParts], path: str, payload: bytes) -> PointParts:
+    return points(payload, path)
 
 
 def _digests(rows: list[ClientRow]) -> dict[int, str]:
@@ -325,13 +330,14 @@ def declare_client(
     title: str,
     find: Callable[[bytes], tuple[Shape, Encoding] | None],
     parts: Callable[[bytes], Parts[ClientRow]] = no_parts,
-    points: Callable[[bytes], PointParts] | None = None,
+    points: Callable[[bytes, str], PointParts] | None = None,
     *,
     versions: str,
     fills: str,
     clock: str,
     units: str = "s",
     lacks: tuple[str, ...] = (),
+    parts_in: str = "",
 ) -> Recording:
     """Register the format of a load generator's file; it is one block, because the tokens of all requests show the steps."""
     return register(
@@ -347,5 +353,6 @@ def declare_client(
             sources=(STEPS.name,) if STEPPED in fills else (),
             lacks=lacks,
             versions=versions,
+            parts_in=parts_in,
         )
     )

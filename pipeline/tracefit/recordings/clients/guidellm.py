@@ -223,7 +223,7 @@ def _load(benchmark: dict[str, Any]) -> Point:
     return {}
 
 
-def _points(payload: bytes) -> PointParts:
+def _points(payload: bytes, _: str) -> PointParts:
     return ((0, bytes(text), _point) for text in _report(payload))
 
 

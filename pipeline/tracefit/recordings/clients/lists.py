@@ -121,7 +121,7 @@ def requests_of_lists(payload: bytes, ended_s: Callable[[Any], float | None]) ->
             yield offset, b"[%b]" % b",".join(map(bytes, values)), read
 
 
-def points_of_lists(payload: bytes, program: str, known: Collection[str], written_by: str) -> PointParts:
+def points_of_lists(payload: bytes, _: str, program: str, known: Collection[str], written_by: str) -> PointParts:
     """Yield the summary of each benchmark."""
     for offset, record in _benchmarks(payload):
         yield offset, record, partial(_summary, program, known, written_by)

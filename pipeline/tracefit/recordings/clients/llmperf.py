@@ -95,7 +95,7 @@ def _summary(payload: bytes) -> Iterable[Point]:
     return [checked(point)]
 
 
-def _summaries(payload: bytes) -> PointParts:
+def _summaries(payload: bytes, _: str) -> PointParts:
     yield 0, payload, _summary
 
 
