@@ -25,8 +25,6 @@ EXAMPLES = {
     "tempo": b'{"traces":[{"traceID":"2f3e","rootServiceName":"vllm","rootTraceName":"llm_request","durationMs":3}]}',
     # https://opentelemetry.io/docs/languages/js/exporters/#console
     "console": b"{\n  resource: { attributes: {} },\n  instrumentationScope: { name: 'x' },\n  traceId: 'f1'\n}\n",
-    # guidellm 0.2.1, guidellm/benchmark/output.py; 0.4 and later have three lines of names: guidellm/benchmark/outputs/csv.py
-    "sums_of_guidellm": b"Type,Run Id,Id,Name,Start Time,End Time,Duration,Args\ngenerative_benchmark,1,2,constant@8,,,9,x\n",
     # genai-perf 0.0.16, genai_perf/export_data/csv_exporter.py
     "sums_of_profile": b"Metric,avg,min,max,p99,p95,p90,p75,p50,p25\nTime To First Token (ms),20.1,18,30,30,29,28,22,20,19\n",
     # https://prometheus.io/docs/instrumenting/exposition_formats/

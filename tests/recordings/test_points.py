@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import csv
 import gzip
 import json
+from io import StringIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -16,7 +18,7 @@ from tracefit.inputs.blocks import Block, inspect_file
 from tracefit.inputs.discovery import open_inputs
 from tracefit.inputs.files import TraceFile
 from tracefit.recordings import RECORDINGS
-from tracefit.recordings.point_rows import meaning_of
+from tracefit.recordings.point_rows import meaning_of, spans_of_points
 from tracefit.tables.dialects import POINT_KEY, POINT_SCOPE
 from tracefit.tables.store import TableStore
 
@@ -413,3 +415,184 @@ def test_a_phase_that_replays_a_trace_has_no_load(tmp_path):
     replayed = ("profiling", {"type": "fixed_schedule", "concurrency": 30}, 12, 42.0)
     ((_, slots, rate, *_),), _ = points_under([aiperf_run(tmp_path / "run", replayed)], tmp_path)
     assert (slots, rate) == (None, None)
+
+
+# -- GuideLLM's CSV -----------------------------------------------------------------------------------------
+
+
+def guidellm_csv():
+    return gzip.decompress((FIXTURES / "guidellm-csv/benchmarks.csv.gz").read_bytes())
+
+
+def test_guidellm_s_csv_has_a_point_for_each_benchmark(tmp_path):
+    points, rejects = read(guidellm_csv(), tmp_path)
+    assert not rejects
+    assert [(p["concurrency"], p["requests"], p["model"]) for p in points] == [
+        (2.0, 30, "test-model"),
+        (6.0, 30, "test-model"),
+    ]
+    # From the requests in the JSON report of the same run.
+    wanted = [
+        {
+            "ttft_mean_us": 23_395.165,
+            "e2e_mean_us": 163_140.957,
+            "tpot_mean_us": 15_470.876,
+            "ttft_p95_us": 47_171.116,
+        },
+        {
+            "ttft_mean_us": 46_210.138,
+            "e2e_mean_us": 199_014.020,
+            "tpot_mean_us": 16_633.157,
+            "ttft_p95_us": 140_347.719,
+        },
+    ]
+    assert [{name: point[name] for name in one} for point, one in zip(points, wanted, strict=True)] == [
+        pytest.approx(one) for one in wanted
+    ]
+    assert [(p["prompt_tokens"], p["output_tokens"]) for p in points] == [(pytest.approx(34.5), 10.0)] * 2
+    assert "--output-path report.json" in points[0]["requests_written_by"]
+
+
+def guidellm_csv_before_0_4(*names):
+    """Return the CSV of guidellm 0.3.1, `guidellm/benchmark/output.py`: one line of names, a distribution in four columns."""
+    listed = "[min, 0.1, 1, 5, 10, 25, 75, 90, 95, 99, max]"
+    metrics = {
+        "Request latency": (1.5, 1.25, [*range(11)]),
+        "Prompt token count": (64.0, 64.0, [64] * 11),
+        "Output token count": (16.0, 16.0, [16] * 11),
+        "Time to first token ms": (30.0, 28.0, [*range(20, 31)]),
+        "Inter token latency ms": (98.0, 90.0, [*range(90, 101)]),
+    }
+    head = [
+        "Type",
+        "Run Id",
+        "Id",
+        "Name",
+        "Start Time",
+        "End Time",
+        "Duration",
+        "Successful Requests",
+        "Errored Requests",
+    ]
+    values = [
+        "generative_benchmark",
+        "1",
+        "2",
+        "",
+        "2025-01-01 00:00:00",
+        "2025-01-01 00:00:09",
+        "9.5",
+        "40",
+        "2",
+    ]
+    for name, (mean, median, percentiles) in metrics.items():
+        head += [f"Successful {name} {statistic}" for statistic in ("mean", "median", "std dev", listed)]
+        values += [str(mean), str(median), "0.5", str(percentiles)]
+    lines = StringIO()
+    writer = csv.writer(lines)
+    writer.writerow([*head, "Args"])
+    for name in names:
+        writer.writerow([*values[:3], name, *values[4:], '{"profile": {}}'])
+    return lines.getvalue()
+
+
+def test_guidellm_s_csv_of_one_line_of_names_is_read(tmp_path):
+    points, rejects = read(guidellm_csv_before_0_4("constant@2.50", "concurrent@4", "synchronous"), tmp_path)
+    assert not rejects
+    assert [(p.get("rate_per_s"), p.get("concurrency")) for p in points] == [
+        (2.5, None),
+        (None, 4.0),
+        (None, 1.0),
+    ]
+    wanted = {
+        "ttft_mean_us": 30e3,
+        "ttft_p50_us": 28e3,
+        "ttft_p90_us": 27e3,
+        "ttft_p99_us": 29e3,
+        "e2e_mean_us": 1.5e6,
+    }
+    wanted |= {
+        "tpot_mean_us": 98e3,
+        "tpot_p95_us": 98e3,
+        "prompt_tokens": 64.0,
+        "requests": 40,
+        "failed_requests": 2,
+    }
+    assert {name: points[0][name] for name in wanted} == pytest.approx(wanted)
+
+
+def test_a_row_of_other_columns_than_those_named_is_a_reject(tmp_path):
+    """Until 0.6 only the columns of the first benchmark are named, and a benchmark without errors has fewer."""
+    *lines, last = guidellm_csv().decode().splitlines()
+    (cells,) = csv.reader([last])
+    at = next(n for n, cell in enumerate(cells) if cell.startswith("[")) - 3
+    for wrong in (cells[:at] + cells[at + 4 :], [*cells[:at], "1", *cells[at:-1]]):
+        text = StringIO()
+        csv.writer(text).writerow(wrong)
+        points, (reason,) = read("\n".join([*lines, text.getvalue()]), tmp_path)
+        assert [p["concurrency"] for p in points] == [2.0]
+        assert "its columns are not those of the first benchmark" in reason
+        assert "JSON" in reason
+
+
+@pytest.mark.parametrize("strategy", ["concurrent@3", "concurrent"])
+def test_a_csv_of_0_8_names_the_load_in_its_strategy(strategy, tmp_path):
+    """guidellm 0.8.1, `guidellm/scheduler/strategies.py`; its profile lists loads and no strategies."""
+    rows = list(csv.reader(guidellm_csv().decode().splitlines()))
+    names = rows[1]
+    for row in rows[3:]:
+        row[names.index("Strategy")] = strategy
+        row[names.index("Profile")] = '{"kind": "concurrent", "streams": [5, 7]}'
+    text = StringIO()
+    csv.writer(text).writerows(rows)
+    points, _ = read(text.getvalue(), tmp_path)
+    assert [p["concurrency"] for p in points] == ([3.0, 3.0] if "@" in strategy else [5.0, 7.0])
+
+
+def test_a_csv_and_a_report_of_the_same_benchmark_are_one_point(tmp_path):
+    report = gzip.decompress((FIXTURES / "guidellm/guidellm.json.gz").read_bytes())
+    (point,), _ = read(report, tmp_path)
+    once, again = (spans_of_points([(0, point | {"requests_written_by": way})]) for way in "ab")
+    assert once["trace_id"].to_list() == again["trace_id"].to_list()
+
+
+def test_guidellm_s_csv_without_a_whole_header_is_a_reject(tmp_path):
+    lines = guidellm_csv().decode().splitlines(keepends=True)
+    for content in ("".join(lines[:2]), "".join(lines[:3])):
+        points, rejects = read(content, tmp_path)
+        assert not points
+        assert len(rejects) == 1
+
+
+# -- what vLLM 0.32 writes beside its sums ------------------------------------------------------------------
+
+
+def test_latencies_beside_a_vllm_summary_are_its_e2e(tmp_path):
+    """vLLM 0.32.0, `vllm/benchmarks/serve.py`: without --save-detailed both lists stay, in seconds; a failed request has 0."""
+    lists = {"latencies": [0.2, 0.3, 0.4, 0.0], "queue_times": [0.1] * 4}
+    of_queue = {"mean_client_queue_time_ms": 100.0, "p99.9_e2el_including_client_queue_ms": 500.0}
+    sums = {"mean_ttft_ms": 20.5, "mean_tpot_ms": 9.0}
+    (point,), rejects = read(vllm_summary(**lists, **of_queue, **sums, spec_decode_num_drafts=3), tmp_path)
+    assert not rejects
+    # Linear between ranks, as NumPy's are: 0.2 + 0.9 * 2 * 0.1.
+    wanted = {"e2e_mean_us": 3e5, "e2e_p50_us": 3e5, "e2e_p90_us": 3.8e5, "e2e_p99_us": 3.98e5}
+    assert {name: point[name] for name in wanted} == pytest.approx(wanted)
+    assert not point["unread"]
+
+
+def test_a_vllm_summary_s_own_e2e_counts_more_than_its_latencies(tmp_path):
+    (point,), _ = read(vllm_summary(latencies=[0.3], mean_e2el_ms=250.0), tmp_path)
+    assert point["e2e_mean_us"] == 250e3
+    assert "e2e_p50_us" not in point
+
+
+def test_latencies_in_another_unit_than_the_times_of_tokens_are_a_reject(tmp_path):
+    result = json.loads(clients.vllm_bench(clients.planned(20)))
+    lasted = [ttft + sum(gaps) for ttft, gaps in zip(result["ttfts"], result["itls"], strict=True)]
+    for factor, fault in (
+        (1, None),
+        (1e3, "the mean of latencies is about 1,000 times ttfts and itls: is it in ms?"),
+    ):
+        content = json.dumps(result | {"latencies": [factor * time for time in lasted]})
+        reasons = " ".join(read(content, tmp_path)[1])
+        assert fault in reasons if fault else not reasons

@@ -423,7 +423,7 @@ def _run_folder(folder: FolderParts, configured: set[FolderParts]) -> FolderPart
 
 def _whole_of(parts: FolderParts) -> FolderParts:
     """Return where the whole of a run lies whose parts are in folders of their own: `run/x.json` for `run/phases/warmup/x.json`."""
-    return (*parts[:-3], parts[-1]) if len(parts) > 2 else ()  # noqa: PLR2004 - two folders and the file
+    return (*parts[:-3], parts[-1]) if len(parts) > 2 else ()
 
 
 def _without_dates(folders: FolderParts) -> FolderParts:

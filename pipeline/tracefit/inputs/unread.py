@@ -71,11 +71,6 @@ UNREAD = {
         "spans as a console or debug exporter prints them for people",
         "use the exporter otlp, or the Collector's file exporter",
     ),
-    "sums_of_guidellm": UnreadKind(
-        re.compile(rb"^(?:\xef\xbb\xbf)?(?:Type,Run Id,Id,Name,Start Time,|Runtime Info,Runtime Info,)"),
-        "GuideLLM's CSV, which has sums and no request",
-        "write its report as JSON too: --output-path report.json, or --output kind=json",
-    ),
     "sums_of_profile": UnreadKind(
         re.compile(rb"^(?:\xef\xbb\xbf)?Metric,(?:avg|min|max|p\d+)(?:,|\r?\n)"),
         "a profile's CSV, which has sums and no request",

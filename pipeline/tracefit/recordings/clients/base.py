@@ -206,7 +206,9 @@ def decoder(
         spans = requests_seen(requests)
         if points is not None:
             at_path = partial(_at_path, points, block.path or block.source_file)
-            of_points = spans_of_points(read_points(block, payload, at_path, f"no summary of {name}", rejects))
+            of_points = spans_of_points(
+                read_points(block, payload, at_path, f"no summary of {name}", rejects)
+            )
             spans = pl.concat([spans, of_points], how="diagonal")
         return RecordedBlock(_steps_of_each(once), spans, keys)
 

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from tracefit.recordings.point_rows import Point, PointParts
     from tracefit.recordings.requests import Parts
 
-_PROGRAM = "guidellm"
+PROGRAM = "guidellm"
 _WRITTEN_BY = "guidellm with a JSON report, and no limit on sampled requests"
 
 
@@ -182,7 +182,7 @@ def _point(text: bytes) -> Iterable[Point]:
     metrics = benchmark.get("metrics")
     if not isinstance(metrics, dict) or not any(_of_good(metrics, name) for name in _SUMMED):
         return []  # nothing succeeded
-    point: Point = {"program": _PROGRAM, "requests_written_by": _WRITTEN_BY, "settings": {}, "unread": []}
+    point: Point = {"program": PROGRAM, "requests_written_by": _WRITTEN_BY, "settings": {}, "unread": []}
     for name, (latency, factor) in _SUMMED.items():
         good = _of_good(metrics, name)
         percentiles = good.get("percentiles")
@@ -202,7 +202,14 @@ def _point(text: bytes) -> Iterable[Point]:
         point["requests"] = int(number_of(totals.get("successful")))
         point["failed_requests"] = int(number_of(totals.get("errored")))
     point["duration_us"] = number_of(benchmark.get("duration")) * 1e6 or None
+    held = (_object(benchmark.get("config")).get("backend"), benchmark.get("worker"))
+    models = (_object(held[0]).get("model"), _object(held[1]).get("backend_model"))
+    point["model"] = next((model for model in models if isinstance(model, str)), None)
     return [checked(point | _load(benchmark))]
+
+
+def _object(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
 
 
 def _load(benchmark: dict[str, Any]) -> Point:
@@ -211,6 +218,11 @@ def _load(benchmark: dict[str, Any]) -> Point:
     strategy: dict[str, Any] = next(
         (h["strategy"] for h in held if isinstance(h, dict) and isinstance(h.get("strategy"), dict)), {}
     )
+    return load_of(strategy)
+
+
+def load_of(strategy: dict[str, Any]) -> Point:
+    """Return the load of a scheduler's strategy."""
     match strategy.get("type_"):
         case "synchronous":
             return {"concurrency": 1.0}

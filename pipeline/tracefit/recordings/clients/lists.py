@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import heapq
 import math
+import re
 from contextlib import suppress
 from functools import partial
 from itertools import chain
@@ -17,6 +18,7 @@ from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import numpy as np
 
 from tracefit.inputs.framing import BOM, records
 from tracefit.inputs.rejects import is_json
@@ -33,19 +35,21 @@ from tracefit.recordings.clients.base import (
 )
 from tracefit.recordings.point_rows import point_of
 from tracefit.recordings.requests import TokenCount, from_json
+from tracefit.statistics import percentile
 from tracefit.tables.dialects import NOT_SENT_S
 from tracefit.tables.units import unit_question
 from tracefit.text import plural
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from tracefit.recordings.point_rows import Point, PointParts
     from tracefit.recordings.requests import Parts
 
 _LISTS = ("ttfts", "itls", "input_lens", "output_lens")
-DETAILS = frozenset((*_LISTS, "start_times", "errors", "generated_texts"))
-"""Keys of the lists, which a summary lacks."""
+DETAILS = frozenset((*_LISTS, "start_times", "errors", "generated_texts", "latencies", "queue_times"))
+"""Keys of the lists. A summary of vLLM has two of them: `latencies`, each the TTFT and the times between tokens together, and
+`queue_times`, for which the client itself kept a request back before it was sent: they are not the server's, and not kept."""
 
 _LASTS_ALIKE = 0.05
 """A benchmark takes as long as its requests one after another do, within this share, if each is sent when another one ends."""
@@ -62,6 +66,7 @@ class _Bench(msgspec.Struct):
     output_lens: list[msgspec.Raw] | None = None
     start_times: list[msgspec.Raw] | None = None
     errors: list[msgspec.Raw] | None = None
+    latencies: list[msgspec.Raw] | None = None
     date: Any = None
     duration: Any = None
     mean_ttft_ms: Any = None
@@ -79,6 +84,8 @@ class _BenchRequest(msgspec.Struct, array_like=True):
     output_len: TokenCount
     error: str | None
 
+
+_OF_STATISTIC = re.compile(r"^(?:mean|median|std|p\d+(?:\.\d+)?)_|_ms$")
 
 _MOST_COMPARED = 1_000
 """Requests of a benchmark whose times are compared with its summary."""
@@ -121,7 +128,9 @@ def requests_of_lists(payload: bytes, ended_s: Callable[[Any], float | None]) ->
             yield offset, b"[%b]" % b",".join(map(bytes, values)), read
 
 
-def points_of_lists(payload: bytes, _: str, program: str, known: Collection[str], written_by: str) -> PointParts:
+def points_of_lists(
+    payload: bytes, _: str, program: str, known: frozenset[str], written_by: str
+) -> PointParts:
     """Yield the summary of each benchmark."""
     for offset, record in _benchmarks(payload):
         yield offset, record, partial(_summary, program, known, written_by)
@@ -138,11 +147,13 @@ def _benchmarks(payload: bytes) -> Iterator[tuple[int, bytes]]:
     yield from lines
 
 
-def _summary(program: str, known: Collection[str], written_by: str, record: bytes) -> Iterable[Point]:
+def _summary(program: str, known: frozenset[str], written_by: str, record: bytes) -> Iterable[Point]:
     values = from_json(record, dict[str, msgspec.Raw])
     summed = {name: msgspec.json.decode(raw) for name, raw in values.items() if name not in DETAILS}
+    summed |= _e2e_of(values, summed)
     if not any(
-        name.endswith(("_ttft_ms", "_tpot_ms", "_itl_ms", "_e2el_ms", "_latency_ms")) for name in summed
+        name.endswith(("_ttft_ms", "_tpot_ms", "_itl_ms", "_e2el_ms", "_e2el_s", "_latency_ms"))
+        for name in summed
     ):
         if DETAILS.intersection(values):
             return []  # cut down to its requests
@@ -151,8 +162,27 @@ def _summary(program: str, known: Collection[str], written_by: str, record: byte
     for total, mean in (("total_input_tokens", "input_tokens"), ("total_output_tokens", "output_tokens")):
         if count and (tokens := number_of(summed.get(total))):
             summed[mean] = tokens / count
-    flat = {name: value for name, value in summed.items() if name not in known}
+    flat = {name: value for name, value in summed.items() if not _is_known(name, known)}
     return [point_of(flat, program, unit="s") | {"requests_written_by": written_by}]
+
+
+def _e2e_of(values: dict[str, msgspec.Raw], summed: dict[str, Any]) -> dict[str, float]:
+    """Return mean and percentiles of `latencies`, if the summary itself has none; a failed request has 0 there."""
+    if "latencies" not in values or any("_e2el_ms" in name for name in summed):
+        return {}
+    lasted = np.array(_finite_list(values["latencies"]))
+    if not len(lasted):
+        return {}
+    return {"mean_e2el_s": float(lasted.mean())} | {
+        f"p{q}_e2el_s": percentile(lasted, q) for q in (50, 90, 95, 99)
+    }
+
+
+def _is_known(name: str, known: frozenset[str]) -> bool:
+    """Return whether a key is among some: itself, without its statistic and unit, or by its beginning, which ends in an underscore."""
+    return not known.isdisjoint((name, _OF_STATISTIC.sub("", name))) or any(
+        name.startswith(key) for key in known if key.endswith("_")
+    )
 
 
 def _bench_of(record: bytes) -> _Bench | None:
@@ -168,7 +198,7 @@ def _bench_of(record: bytes) -> _Bench | None:
     if missing := [name for name in _LISTS if name not in lists]:
         raise msgspec.ValidationError(f"Object missing required field `{missing[0]}`")
     ttfts, itls = lists["ttfts"], lists["itls"]
-    others = (bench.start_times or ttfts, bench.errors or ttfts)
+    others = (bench.start_times or ttfts, bench.errors or ttfts, bench.latencies or ttfts)
     if len({len(column) for column in (*lists.values(), *others)}) > 1:
         raise msgspec.ValidationError("lists of different lengths")
     every = -(-len(ttfts) // _MOST_COMPARED) or 1
@@ -180,6 +210,10 @@ def _bench_of(record: bytes) -> _Bench | None:
         ("the mean of itls", fmean(gaps or [0]), "mean_itl_ms", bench.mean_itl_ms),
     ):
         require_unit(what, seconds, of, number_of(other) / 1e3)
+    lasted = _finite((bench.latencies or [])[::every])
+    if lasted and first:
+        made = fmean(first) + sum(gaps) / len(first)
+        require_unit("the mean of latencies", fmean(lasted), "ttfts and itls", made)
     # Requests may all be sent at once, but not for longer than the benchmark lasts.
     between = max(starts, default=0) - min(starts, default=0)
     lasts = number_of(bench.duration)

@@ -35,10 +35,12 @@ _KNOWN = frozenset(
             "ramp_up_strategy",
             "ramp_up_start_rps",
         ),
-        *("ramp_up_end_rps", "goodput_config_dict", "spec_decode", "best_of", "use_beam_search"),
+        *("ramp_up_end_rps", "goodput_config_dict", "best_of", "use_beam_search", "rps_change_events"),
+        *("total_input_sequences", "input_sequence_throughput"),
+        *("client_queue_time", "e2el_including_client_queue", "spec_decode_", "diffusion_", "probe_"),
     )
 )
-"""Keys that are known and not kept."""
+"""Keys that are known and not kept: themselves, without statistic and unit, or their beginnings."""
 
 _LISTED = finder("document", rb'"input_lens"\s*:\s*\[', rb'"ttfts"\s*:\s*\[|"output_lens"\s*:\s*\[')
 _SUMMED = finder(
