@@ -4,7 +4,7 @@ Read in aiperf 0.2.0 and 0.13.0 (`aiperf/common/models/record_models.py`, `expor
 the same summary as `profile_export_genai_perf.json` (genai-perf 0.0.8 and 0.0.16, `genai_perf/export_data/json_exporter.py`).
 `--export-level records` writes the requests, which is the default.
 
-0.13 ran against a stub: beside the summary of the measured phases, `phases/` has a folder with that of each phase alone, the warm-up too.
+0.13 ran against a stub: beside the summary of the measured phases, `phases/` has a folder with that of only one phase, for each of them, the warm-up too.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ def _summary(payload: bytes, folder: str) -> Iterable[Point]:
 
 
 def _load_of(config: Any, phase: str | None) -> tuple[Point, str | None]:
-    """Return the load of a phase, and its kind; of all measured ones if it is none, and no load if those differ.
+    """Return the load of a phase, and its kind; of all measured ones if it is null, and no load if those differ.
 
     Before 0.13 the configuration has one load, and that of the warm-up under other names.
     """
