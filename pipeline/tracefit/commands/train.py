@@ -25,7 +25,6 @@ from tracefit.commands.deployments import (
 )
 from tracefit.commands.ingest import ingest_and_hold
 from tracefit.commands.locate import find_tables
-from tracefit.commands.plan import rates_of
 from tracefit.commands.recorded import recorded_load
 from tracefit.commands.replay import replay_all
 from tracefit.commands.report import report_of, report_texts
@@ -75,11 +74,13 @@ if TYPE_CHECKING:
 
     from tracefit.coefficients.documents import DeploymentEvaluation, Evaluation
     from tracefit.coefficients.verdicts import Threshold
+    from tracefit.commands.plan import Rates
     from tracefit.engines.jobs import TaskEngine
     from tracefit.fit.fitted import FittedDeployment, FittedModel
     from tracefit.fit.results import Latency, Overload
     from tracefit.models.validation import Metrics
     from tracefit.options import IngestOptions
+    from tracefit.results.replays import RunReplay
 
 
 _NAMED_RUNS = 3
@@ -208,7 +209,7 @@ def _trained(
     progress.stage("replaying the held-out part of each run")
     trained = [r for s in deployments for r in publish.runs_of(s)]
     replays = replay_all(store, fitted_models, trained)
-    rates = {} if options.fast else rates_of(store, fitted_models, replays)
+    rates = {} if options.fast else _rates(store, fitted_models, replays)
     for _ in deployments:
         progress.finish_part()
     evaluation = publish.evaluate(
@@ -247,6 +248,12 @@ def _trained(
     texts |= drawn
     write_files(texts)
     return replace(result, files=tuple(texts), warnings=tuple(progress.warnings))
+
+
+def _rates(store: TableStore, models: Models, replays: Sequence[RunReplay]) -> Mapping[str, Rates]:
+    from tracefit.commands.plan import rates_of  # noqa: PLC0415 - a fast training plans nothing
+
+    return rates_of(store, models, replays)
 
 
 def _missing(deployment: FittedDeployment) -> Iterator[MissingModels]:

@@ -7,13 +7,11 @@ predictions come back in the same form. Only polars has to be installed.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal, cast
 
-import narwhals.stable.v2 as nw
 import numpy as np
 import polars as pl
-from narwhals.stable.v2.typing import IntoDataFrame, IntoFrame
 
 from tracefit.errors import UsageError, did_you_mean
 from tracefit.models.amounts import largest
@@ -27,7 +25,10 @@ from tracefit.models.schema import terms_of
 from tracefit.models.targets import LATENCIES
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Iterable
+    from typing import TypeAlias, TypeVar
+
+    from narwhals.stable.v2.typing import IntoDataFrame, IntoFrame
 
     from tracefit.models.amounts import Amount, Truth
     from tracefit.models.deployment import DeploymentModels
@@ -36,12 +37,11 @@ if TYPE_CHECKING:
     from tracefit.models.schema import Model
     from tracefit.statistics import Flags
 
+    Rows: TypeAlias = IntoFrame | Mapping[str, Any] | Iterable[Mapping[str, Any]]
+    """A frame, columns by name (`{"batch": [1, 2]}`), or one mapping per row (`[{"batch": 1}, {"batch": 2}]`)."""
 
-Rows = IntoFrame | Mapping[str, Any] | Iterable[Mapping[str, Any]]
-"""A frame, columns by name (`{"batch": [1, 2]}`), or one mapping per row (`[{"batch": 1}, {"batch": 2}]`)."""
-
-FrameT = TypeVar("FrameT", bound=IntoDataFrame)
-"""A frame in memory of a library that narwhals supports: predictions come back as a frame of the same library."""
+    FrameT = TypeVar("FrameT", bound=IntoDataFrame)
+    """A frame in memory of a library that narwhals supports: predictions come back as a frame of the same library."""
 
 
 def as_frame(rows: Rows) -> pl.DataFrame:
@@ -69,6 +69,8 @@ def with_predictions(models: DeploymentModels, rows: Rows, of: Literal["step", "
     if misspelt := [text for text, hint in unread_columns(models, of, frame).items() if hint]:
         # Reported at the line that called `Models.predict_step` or `predict_request`.
         warnings.warn(f"no model that predicts this reads {', '.join(misspelt)}", stacklevel=3)
+    import narwhals.stable.v2 as nw  # noqa: PLC0415 - only for frames of callers: a training has none
+
     callers = nw.from_native(cast("Any", rows), pass_through=True)
     if not isinstance(callers, nw.DataFrame) or isinstance(rows, pl.DataFrame):
         return predicted
@@ -109,6 +111,8 @@ def unread_columns(models: DeploymentModels, of: str, frame: pl.DataFrame) -> di
 
 
 def _frame(rows: Any) -> pl.DataFrame:
+    import narwhals.stable.v2 as nw  # noqa: PLC0415 - see `with_predictions`
+
     frame = nw.from_native(rows, pass_through=True)
     if isinstance(frame, nw.LazyFrame):
         frame = frame.collect(backend="polars")

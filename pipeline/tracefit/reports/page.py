@@ -22,13 +22,14 @@ from tracefit.reports.figures.elements import CONFIG, TEMPLATES, anchor, name_te
 try:
     from jinja2 import Environment, PackageLoader, StrictUndefined
     from markupsafe import Markup, escape
-    from plotly.graph_objects import Figure as PlotlyFigure
     from plotly.offline import get_plotlyjs
 except ImportError:
     raise TracefitError("figures need plotly and jinja2", hint="pip install 'tracefit[report]'") from None
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
+
+    from plotly.graph_objects import Figure as PlotlyFigure
 
     from tracefit.reports.document import Figure, Report, ReportPart
 
@@ -89,6 +90,8 @@ def html_page(report: Report) -> str:
 
 def plotly_figure(figure: Figure) -> PlotlyFigure:
     """Return a figure as plotly's own for a notebook, with its title and the sentence on what to look for."""
+    from plotly.graph_objects import Figure as PlotlyFigure  # noqa: PLC0415 - it checks figures, which a page leaves to the script
+
     drawn = PlotlyFigure(list(figure.traces), figure.layout)
     title = {
         "text": name_text(figure.title),
