@@ -14,7 +14,7 @@ from tracefit.fit import splits
 from tracefit.fit.beta import choose, try_features, typical_error_pct
 from tracefit.fit.fitted import ANY_SIGN, FitOptions, Signs
 from tracefit.fit.holdout import error_in_stretches, load_cut
-from tracefit.fit.train import fit_linear
+from tracefit.fit.train import TrainingRows, fit_linear
 from tracefit.models.validation import Candidate
 from tracefit.synth import SynthOptions, synth, write_run
 
@@ -81,9 +81,9 @@ def test_the_error_beyond_the_load_is_of_a_fit_of_the_lower_half():
     """A line through load 0 to 100 of 1000 + 20 l + l^2/10: l^2/10 is 10 l - 166.7 + e there, e averaging out."""
     rows = _rows()
     how = FitOptions(reference=False, signs=ANY_SIGN)
-    line = try_features(rows, FeatureSet("line", (Feature("reqs", "request", "reqs"),)), how)
+    line = try_features(TrainingRows.of(rows), FeatureSet("line", (Feature("reqs", "request", "reqs"),)), how)
     both = (Feature("reqs", "request", "reqs"), Feature("num_decode_reqs_squared", "1", "reqs ** 2"))
-    square = try_features(rows, FeatureSet("square", both), how)
+    square = try_features(TrainingRows.of(rows), FeatureSet("square", both), how)
     assert square.inside_mae == pytest.approx(4.0, rel=0.15)
     assert square.beyond_mae == pytest.approx(4.0, rel=0.3)
     # Above the cut c the line misses l^2/10 - (c l / 10 - c^2 / 60).
@@ -121,7 +121,9 @@ def _batches_with_a_slow_kernel():
 def test_a_kernel_that_is_slow_at_some_sizes_corrects_the_line():
     rows = _batches_with_a_slow_kernel()
     options = FitOptions(reference=False, signs=Signs("declared", intercept=True), relative=True)
-    plain, sizes = (try_features(rows, BUILT_IN[name], options) for name in ("line", "line+sizes"))
+    plain, sizes = (
+        try_features(TrainingRows.of(rows), BUILT_IN[name], options) for name in ("line", "line+sizes")
+    )
     assert _chosen(plain, sizes) == "line+sizes"
     (regime,) = fit_linear(rows, BUILT_IN["line+sizes"].features, options).regimes
     seen = rows.group_by("num_decode_reqs", maintain_order=True).first()
@@ -144,14 +146,19 @@ def test_a_class_of_sizes_counts_batches_without_prompts():
 
 def test_too_few_rows_make_no_candidate():
     few = FeatureSet("line", (Feature("reqs", "request", "reqs"),))
-    assert try_features(_rows(30), few, FitOptions()) is None
+    assert try_features(TrainingRows.of(_rows(30)), few, FitOptions()) is None
 
 
 def test_a_set_without_a_term_that_defines_it_does_not_compete():
     rows = _rows().with_columns(bound=pl.lit(None, pl.Float64))
     features = (Feature("bound", "us", "bound"), Feature("reqs", "request", "reqs"))
-    assert try_features(rows, FeatureSet("bounded", features), FitOptions()) is not None
-    assert try_features(rows, FeatureSet("bounded", features, defining=("bound",)), FitOptions()) is None
+    assert try_features(TrainingRows.of(rows), FeatureSet("bounded", features), FitOptions()) is not None
+    assert (
+        try_features(
+            TrainingRows.of(rows), FeatureSet("bounded", features, defining=("bound",)), FitOptions()
+        )
+        is None
+    )
 
 
 def _line(name, features, inside, beyond):
@@ -222,7 +229,7 @@ def test_sizes_of_one_period_are_inside_the_load():
         )
     )  # fmt: skip
     both = FeatureSet("both", (Feature("reqs", "request", "reqs"), Feature("fast", "1", "fast")))
-    candidate = try_features(rows, both, FitOptions(reference=False, signs=ANY_SIGN))
+    candidate = try_features(TrainingRows.of(rows), both, FitOptions(reference=False, signs=ANY_SIGN))
     assert candidate.inside_mae == pytest.approx(4, rel=0.1)
 
 
@@ -230,7 +237,7 @@ def test_sizes_of_one_period_are_inside_the_load():
 def test_a_set_that_is_faster_than_the_peak_does_not_compete(efficiency, competes):
     rows = _rows().with_columns(bound=efficiency * pl.col("y"))
     bounded = FeatureSet("bounded", (Feature("bound", "us", "bound"),), defining=("bound",))
-    assert (try_features(rows, bounded, FitOptions()) is not None) is competes
+    assert (try_features(TrainingRows.of(rows), bounded, FitOptions()) is not None) is competes
 
 
 def test_a_line_of_a_small_batch_goes_by_its_experts():

@@ -46,7 +46,7 @@ from tracefit.fit.results import COVERED_SHARE, Missing, StepTimeSource
 from tracefit.fit.select import FOLDS
 from tracefit.fit.speed import with_speed
 from tracefit.fit.splits import PROMPT_FEATURES, counted_rows, mark_prefix_hits, step_frame
-from tracefit.fit.train import fit_regimes, mark_outliers, training_design
+from tracefit.fit.train import TrainingRows, fit_regimes, mark_outliers
 from tracefit.models.schema import TargetFacts
 from tracefit.models.targets import CYCLE_TIME, DURATION
 from tracefit.models.validation import Candidate
@@ -334,7 +334,7 @@ def _choose_set(
     compared: tuple[Candidate, ...] = ()
     if len(variants) > 1 or len(variants[0]) > 1:
         # All candidates are compared on the same rows: with outliers of its own each would drop the rows it predicts worst.
-        common_rows = mark_outliers(rows, winner.features, options)
+        common_rows = TrainingRows.of(mark_outliers(rows, winner.features, options))
         tuned = [_best_of(common_rows, tried, options) for tried in variants]
         measured = [c for one in tuned if (c := try_features(common_rows, one, options)) is not None]
         candidates = choose(measured) if measured else ()
@@ -347,7 +347,7 @@ def _choose_set(
     return chosen, rows.drop(unused).rename(names), compared, _for_set(options, winner)
 
 
-def _best_of(rows: pl.DataFrame, tried: list[FeatureSet], options: FitOptions) -> FeatureSet:
+def _best_of(rows: TrainingRows, tried: list[FeatureSet], options: FitOptions) -> FeatureSet:
     """Return the variant with the smallest error, by the rule for candidates."""
     if len(tried) == 1:
         return tried[0]
@@ -373,14 +373,14 @@ SET_RULE = (
 )
 
 
-def try_features(rows: pl.DataFrame, features: FeatureSet, options: FitOptions) -> Candidate | None:
-    """Measure a linear model of a set on the training rows.
+def try_features(rows: TrainingRows, features: FeatureSet, options: FitOptions) -> Candidate | None:
+    """Measure a linear model of a set on training rows.
 
     Null where rows or features are too few, where the model has no defining feature of the set, or where one that is a time at
     the GPU's peak has a coefficient below 1.
     """
     options = _for_set(options, features)
-    design = training_design(rows, features.features, relative=options.relative)
+    design = rows.design(features.features, relative=options.relative)
     if design is None:
         return None
     used, data = design
@@ -392,7 +392,7 @@ def try_features(rows: pl.DataFrame, features: FeatureSet, options: FitOptions) 
     # Short blocks: a fifth of a run in one piece may be the only one with some loads, such as the sweep before it or its drain,
     # and the error on these would be one beyond the load that the others train.
     inside = replace(data, folds=data.blocks() % FOLDS).out_of_fold(choice, options.signs)
-    beyond = beyond_load(data, matrix(used, [LOAD])[:, 0], options)
+    beyond = beyond_load(data, matrix(used.frame, [LOAD])[:, 0], options)
     return Candidate(
         features.name,
         len(data.columns),

@@ -224,9 +224,10 @@ def solve(
         return np.zeros(0)
     l2 = ridge_share(penalty) * strength
     l1 = (strength - l2) * float(np.abs(summed.cross).max())
-    gram = summed.gram + summed.rows * np.diag(l2 + extra_l2)
+    ridge = summed.rows * (l2 + extra_l2)
+    gram = summed.gram + np.diag(ridge)
     if l1 == 0:
-        return _nonnegative(gram, summed.cross, bound, start)
+        return _nonnegative(gram, summed.cross, bound, start, least=float(ridge.min()))
     # A free slope becomes the difference of two bound ones, whose penalty is the same: of such a pair one is always 0.
     count, free = len(bound), np.flatnonzero(~bound)
     columns = np.concatenate([np.arange(count), free])
@@ -243,30 +244,43 @@ _UPHILL = 1e-10
 """Slopes whose increase lowers the squares by a smaller share of the steepest one remain 0: that is rounding."""
 
 
-def _nonnegative(gram: Matrix, cross: Vector, bound: Flags, start: Vector | None) -> Vector:
+def _nonnegative(
+    gram: Matrix, cross: Vector, bound: Flags, start: Vector | None, *, least: float = 0.0
+) -> Vector:
     """Return a that minimises a.gram.a / 2 - cross.a with a >= 0 where `bound`; `start` is an allowed a nearby.
 
     The active-set method of Lawson and Hanson (1974) on the products of the columns instead of their rows (Bro and de Jong
-    1997): a few systems of the size of the number of features.
+    1997): a few systems of the size of the number of features. No eigenvalue of `gram` is below `least`.
     """
-    nearby = _solved(gram, cross) if start is None else start
-    if not bound.any():
-        return nearby if start is None else _solved(gram, cross)
+    is_regular = least > _SINGULAR * float(gram.trace())
+    if start is None or not bound.any():
+        nearby = _solved(gram, cross, is_regular=is_regular)
+        if (nearby[bound] > 0).all():
+            return nearby
+    else:
+        nearby = start
     slopes = np.where(bound, np.maximum(nearby, 0.0), nearby)
     passive = ~bound | (slopes > 0)
-    least = _UPHILL * float(np.abs(cross).max())
+    uphill = _UPHILL * float(np.abs(cross).max())
     for _ in range(_ROUNDS_PER_SLOPE * len(cross)):
-        slopes, passive = _inside(gram, cross, bound, slopes, passive)
+        slopes, passive = _inside(gram, cross, bound, slopes, passive, is_regular=is_regular)
+        if passive.all():
+            break
         downhill = np.where(passive, -np.inf, cross - gram @ slopes)
         steepest = int(np.argmax(downhill))
-        if not downhill[steepest] > least:
+        if not downhill[steepest] > uphill:
             break
         passive[steepest] = True
     return slopes
 
 
-def _solved(gram: Matrix, cross: Vector) -> Vector:
-    """Return the shortest a with gram.a = cross; directions that are rounding errors of `gram` are left out of it."""
+def _solved(gram: Matrix, cross: Vector, *, is_regular: bool) -> Vector:
+    """Return the shortest a with gram.a = cross; directions that are rounding errors of `gram` are left out of it.
+
+    If `gram` is regular, no direction is left out, and there is one a.
+    """
+    if is_regular:
+        return np.asarray(np.linalg.solve(gram, cross))
     values, vectors = np.linalg.eigh(gram)
     kept = values > _SINGULAR * values[-1]
     inverse = np.where(kept, 1 / np.where(kept, values, 1.0), 0.0)
@@ -274,14 +288,13 @@ def _solved(gram: Matrix, cross: Vector) -> Vector:
 
 
 def _inside(
-    gram: Matrix, cross: Vector, bound: Flags, slopes: Vector, passive: Flags
+    gram: Matrix, cross: Vector, bound: Flags, slopes: Vector, passive: Flags, *, is_regular: bool
 ) -> tuple[Vector, Flags]:
     """Return the minimum over the `passive` slopes, and which of them are left: those on whose bound the way there ends are 0."""
     passive = passive.copy()
-    while passive.any():
-        used = np.flatnonzero(passive)
+    while (used := np.flatnonzero(passive)).size:
         best = np.zeros(len(slopes))
-        best[used] = _solved(gram[used[:, None], used], cross[used])
+        best[used] = _solved(gram[used[:, None], used], cross[used], is_regular=is_regular)
         crossed = np.flatnonzero(passive & bound & (best <= 0))
         if not crossed.size:
             return best, passive
@@ -409,6 +422,7 @@ class RobustLinear:
         origin, level = -center / scale, float(y.mean())
         rows = rows_of(z, y - level)
         settled = _SETTLED * (np.abs(y).max(initial=0.0) or 1.0)
+        root = np.sqrt(sampled)
         huber_factors, fitted = np.ones(len(y)) if start is None else start, np.full(len(y), np.inf)
         nearby: Vector | None = None
         # The first fit is before any reweighting.
@@ -428,7 +442,7 @@ class RobustLinear:
             before, fitted = fitted, intercept - origin @ slopes + z @ slopes
             if np.abs(fitted - before).max(initial=0.0) <= settled:
                 break
-            huber_factors = huber_weights((y - fitted) * np.sqrt(sampled), self.huber)
+            huber_factors = huber_weights((y - fitted) * root, self.huber)
         self.n_iter_ = rounds
         self.coef_: Vector = slopes / scale
         self.intercept_ = intercept
@@ -480,9 +494,13 @@ def _sampled(y: Vector, weights: Vector | None) -> Vector:
 
 def standardised(x: Matrix) -> tuple[Matrix, Vector, Vector]:
     """Return features about their means in standard deviations, and both of these; a constant feature is 0."""
-    center, scale = x.mean(axis=0), x.std(axis=0)
+    center = x.mean(axis=0)
+    # Column by column: each of them is added up and divided as a whole.
+    z = np.asfortranarray(x - center)
+    scale = np.sqrt(np.einsum("ij,ij->j", z, z) / len(x))
     scale = np.where(scale > 0, scale, 1.0)
-    return np.asfortranarray((x - center) / scale), center, scale
+    z /= scale
+    return z, center, scale
 
 
 def huber_weights(residual: Vector, huber: float) -> Vector:

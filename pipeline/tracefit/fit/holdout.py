@@ -34,7 +34,7 @@ from tracefit.fit.load import with_phases
 from tracefit.fit.results import SummedTime
 from tracefit.fit.select import Design, estimator, time_blocks, usable_features
 from tracefit.fit.splits import MIN_HOLDOUT_ROWS, MIN_TRAIN_ROWS, counted_rows, evaluation_rows, in_time
-from tracefit.fit.train import MAX_UNKNOWN_SHARE, design_of, server_numbers
+from tracefit.fit.train import MAX_UNKNOWN_SHARE, FitRows, design_of, server_numbers
 from tracefit.fit.validation import extrapolated_rows, measure, reference
 from tracefit.models.schema import Number
 from tracefit.models.validation import (
@@ -268,7 +268,9 @@ def _refitted(regime: FittedRegime, holdout: pl.DataFrame) -> FittedRegime:
     if holdout.height < MIN_TRAIN_ROWS:
         return regime
     offered = {f.name: f for f in regime.regime.features}
-    data, _ = design_of(holdout, [offered[t.feature] for t in regime.terms], relative=regime.relative)
+    data, _ = design_of(
+        FitRows.of(holdout), [offered[t.feature] for t in regime.terms], relative=regime.relative
+    )
     kept = [t for t in regime.terms if offered[t.feature] not in data.columns]
     # Terms that keep their value are subtracted from the target; the other terms are fitted to the remainder.
     kept_us = matrix(holdout, [t.feature for t in kept]) @ np.array([t.value for t in kept])
@@ -395,7 +397,7 @@ def _error_of_a_fit(
         return None, []
     offered = [f for f in features if f.name in used.columns and not used[f.name].null_count()]
     offered = [f for f in offered if not tested[f.name].null_count()]
-    data, _ = design_of(used, offered, relative=options.relative)
+    data, _ = design_of(FitRows.of(used), offered, relative=options.relative)
     if not data.columns:
         return None, []
     names = [c.name for c in data.columns]

@@ -10,8 +10,8 @@ Weights are inverse variances of all three.
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 import polars as pl
@@ -101,20 +101,42 @@ def fit_regimes(
     )
 
 
-def training_design(
-    rows: pl.DataFrame, features: Sequence[Feature], *, relative: bool = False
-) -> tuple[pl.DataFrame, Design] | None:
-    """Return the training rows of a fit of these features, as a frame and as arrays; null where rows or features are too few.
+@dataclass(frozen=True, slots=True)
+class TrainingRows:
+    """Rows that several fits of other features share.
 
-    At most `select.ENOUGH_ROWS` rows are taken, evenly over the frame. Outliers are those that the frame marks.
+    Attributes:
+        included: The rows of both parts that no rule leaves out.
+        used: The training rows among them.
     """
-    rows, kept, _ = _drop_unknown(rows, features)
-    used = counted_rows(rows, "train")
-    used = used.gather_every(max(1, -(-used.height // ENOUGH_ROWS)))
-    if used.height < MIN_TRAIN_ROWS:
-        return None
-    data, _ = design_of(used, kept, relative=relative)
-    return (used, data) if data.columns else None
+
+    included: pl.DataFrame
+    used: FitRows
+
+    @classmethod
+    def of(cls, rows: pl.DataFrame) -> Self:
+        """Take the rows of a training frame whose outliers are marked."""
+        included = rows.filter(pl.col("excluded_reason").is_null())
+        return cls(included, _thinned(included.filter(split="train")))
+
+    def design(self, features: Sequence[Feature], *, relative: bool = False) -> tuple[FitRows, Design] | None:
+        """Return the training rows that know these features, as they are and as arrays; null where rows or features are too few.
+
+        At most `select.ENOUGH_ROWS` rows are taken, evenly over the frame.
+        """
+        kept, _ = _known(self.included, features)
+        names = [f.name for f in kept]
+        used = self.used
+        if any(self.included[name].null_count() for name in names):
+            used = _thinned(self.included.filter(split="train").drop_nulls(names))
+        if len(used.y) < MIN_TRAIN_ROWS:
+            return None
+        data, _ = design_of(used, kept, relative=relative)
+        return (used, data) if data.columns else None
+
+
+def _thinned(used: pl.DataFrame) -> FitRows:
+    return FitRows.of(used[:: max(1, -(-used.height // ENOUGH_ROWS))])
 
 
 def mark_outliers(rows: pl.DataFrame, features: Sequence[Feature], options: FitOptions) -> pl.DataFrame:
@@ -182,7 +204,7 @@ def _fit_one(
 
     `outlying` are its rows that are left out as outliers: its prediction interval covers them.
     """
-    data, left = design_of(used, features, relative=options.relative)
+    data, left = design_of(FitRows.of(used), features, relative=options.relative)
     choice = data.choose_penalty(options)
     if data.is_worse_than_constant(choice, options):
         reason = "predicts left-out blocks of time worse than a constant"
@@ -265,7 +287,18 @@ def _drop_unknown(
     ):
         # Most frames are complete, and candidates ask often.
         return rows, list(features), []
-    included = rows.filter(pl.col("excluded_reason").is_null())
+    kept, left = _known(rows.filter(pl.col("excluded_reason").is_null()), features)
+    if not kept:
+        return rows, kept, left
+    any_null = pl.any_horizontal(pl.col(f.name).is_null() for f in kept)
+    rows = splits.mark(rows, splits.UNKNOWN_FEATURES, any_null, holdout=not fill_holdout)
+    trained = pl.col("split") == "train"
+    medians = [pl.col(f.name).fill_null(pl.col(f.name).filter(trained).median()) for f in kept]
+    return rows.with_columns(medians), kept, left
+
+
+def _known(included: pl.DataFrame, features: Sequence[Feature]) -> tuple[list[Feature], list[OmittedFeature]]:
+    """Return the features that enough of the rows have, and the others with reasons."""
     kept, left = [], []
     for feature in features:
         share = included[feature.name].null_count() / included.height if included.height else 1.0
@@ -274,13 +307,7 @@ def _drop_unknown(
         else:
             unknown = "in these runs" if share == 1.0 else f"on {100 * share:.0f} % of the rows"
             left.append(OmittedFeature(feature.name, f"not known {unknown}"))
-    if not kept:
-        return rows, kept, left
-    any_null = pl.any_horizontal(pl.col(f.name).is_null() for f in kept)
-    rows = splits.mark(rows, splits.UNKNOWN_FEATURES, any_null, holdout=not fill_holdout)
-    trained = pl.col("split") == "train"
-    medians = [pl.col(f.name).fill_null(pl.col(f.name).filter(trained).median()) for f in kept]
-    return rows.with_columns(medians), kept, left
+    return kept, left
 
 
 def _mark_outliers(rows: pl.DataFrame, features: Sequence[Feature]) -> pl.DataFrame:
@@ -334,39 +361,84 @@ def learning_curve(
 
 def server_numbers(rows: pl.DataFrame) -> Integers:
     """Return a number for each server, from 0; shape (n,)."""
+    if all(rows[name].n_unique() < 2 for name in SERVER):
+        return np.zeros(rows.height, dtype=np.int64)
     return rows.select(pl.struct(SERVER).rank("dense").cast(pl.Int64) - 1).to_series().to_numpy()
 
 
+@dataclass(frozen=True, slots=True)
+class FitRows:
+    """Rows to fit, and what a fit takes from them whatever its features are; arrays of shape (n,).
+
+    Attributes:
+        frame: The rows, with the features.
+        y: Targets, at the usual speed of the machine.
+        noise: Steps of each row and the standard deviation of its time that comes from the clocks; null if all rows are alike.
+        scale: Typical target of each row's deployment; null where one deployment is fitted.
+        run: Number of the server.
+        time: When each row began.
+        folds: Number of the block of time, for cross-validation.
+    """
+
+    frame: pl.DataFrame
+    y: Vector
+    noise: tuple[Vector, Vector] | None
+    scale: Vector | None
+    run: Integers
+    time: Integers
+    folds: Integers
+
+    @classmethod
+    def of(cls, frame: pl.DataFrame) -> Self:
+        """Take some rows of a training frame.
+
+        The optional columns `interval_steps` and `cycle_sd_us` give each row's noise. `row_scale_us`, also optional, is the typical
+        target of the row's deployment where several deployments are fitted together: errors of one multiple of it count the same.
+        """
+
+        def floats(name: str) -> Vector | None:
+            return matrix(frame, [name])[:, 0] if name in frame.columns else None
+
+        y, speed = target_of(frame), floats(SPEED)
+        steps, sd = floats("interval_steps"), floats("cycle_sd_us")
+        run = server_numbers(frame)
+        if frame["ts_ns"].null_count():
+            time = frame.select(splits.in_time()).to_series().to_numpy()
+        else:
+            time = frame["ts_ns"].to_numpy()
+        return cls(
+            frame,
+            y if speed is None else y / speed,
+            None if steps is None or sd is None else (steps, sd),
+            floats("row_scale_us"),
+            run,
+            time,
+            time_blocks(run, time, FOLDS),
+        )
+
+
 def design_of(
-    used: pl.DataFrame, features: Sequence[Feature], *, relative: bool = False
+    used: FitRows, features: Sequence[Feature], *, relative: bool = False
 ) -> tuple[Design, list[OmittedFeature]]:
     """Return the rows as arrays of the features that can be fitted, and the other features with reasons.
 
     Args:
-        used: Training rows. The optional columns `interval_steps` and `cycle_sd_us` give each row's noise. `row_scale_us`,
-            also optional, is the typical target of the row's deployment where several deployments are fitted together: errors of one
-            multiple of it count the same.
+        used: Training rows.
         features: Candidates in order of preference.
         relative: Weigh rows by the inverse square of their time, so that errors in proportion to it are minimised.
     """
     names = [f.name for f in features]
-    everything, y = matrix(used, names), target_of(used)
-    if SPEED in used.columns:
-        y = y / matrix(used, [SPEED])[:, 0]
+    everything, y = matrix(used.frame, names), used.y
     kept, left = usable_features(everything, names)
     x = np.asfortranarray(everything[:, kept])
     counts = weights = np.ones(len(y))
-    if "interval_steps" in used.columns:
-        steps, sd = matrix(used, ["interval_steps", "cycle_sd_us"]).T
-        counts = interval_weights(x, y, steps, sd)
+    if used.noise is not None:
+        counts = interval_weights(x, y, *used.noise)
         weights = relative_weights(x, y, counts) if relative else noise_weights(x, y, counts)
-    if "row_scale_us" in used.columns:
-        scale = matrix(used, ["row_scale_us"])[:, 0] ** 2
-        counts, weights = counts / scale, weights / scale
-    run = server_numbers(used)
-    time = used.select(splits.in_time()).to_series().to_numpy()
-    folds = time_blocks(run, time, FOLDS)
-    return Design([features[k] for k in kept], x, y, weights, counts, run, time, folds), left
+    if used.scale is not None:
+        counts, weights = counts / used.scale**2, weights / used.scale**2
+    design = Design([features[k] for k in kept], x, y, weights, counts, used.run, used.time, used.folds)
+    return design, left
 
 
 _MIN_STANDARD_ERRORS = 2.0
