@@ -299,6 +299,7 @@ NO_FILES = {
 
 TOUCH_FILES = {
     "coefficients/boxed.py",
+    "commands/candidates.py",
     "commands/inspect.py",
     "commands/predict.py",
     "commands/receive.py",

@@ -228,8 +228,27 @@ RowsOption = Annotated[
     Path | None, OptionFlag("A .csv, .parquet or .ndjson file; predicts every row.", "rows")
 ]
 PriceOption = Annotated[
-    float | None,
-    OptionFlag("Price of a GPU per hour; gives the cost of a million tokens.", "price", minimum=0),
+    float | Mapping[str, float] | None,
+    OptionFlag(
+        "Price of a GPU per hour, or of each, such as H200=3.5 (repeatable): the cost of a server and of a million tokens.",
+        "price",
+        metavar="PRICE|GPU=PRICE",
+    ),
+]
+TryOption = Annotated[
+    Mapping[str, Iterable[str]] | None,
+    OptionFlag(
+        "Servers to compute and to choose from: gpu=H100,H200 and tp=1,2,4 (repeatable), by a transfer from OUT, or from the law in the package.",
+        "tries",
+        flag="--try",
+        metavar="NAME=VALUES",
+    ),
+]
+TriedModelOption = Annotated[
+    str | Path | None, OptionFlag("The model's config.json, for --try.", "model_config", metavar="FILE")
+]
+TriedForceOption = Annotated[
+    bool, OptionFlag("With --try, also answer where nothing shows how exact the answer is.", "force")
 ]
 FigureOption = Annotated[
     str | Path | None,
@@ -312,9 +331,9 @@ ReplayedArgument = Annotated[
     OptionFlag("Folder that `tracefit run` wrote.", "folder", metavar="OUT", kind=Path, positional=True),
 ]
 PlannedArgument = Annotated[
-    str | Path | Iterable[str | Path],
+    str | Path | Iterable[str | Path] | None,
     OptionFlag(
-        "Folders that `tracefit run` wrote, or folders of coefficient files; each deployment in them is a kind of server.",
+        "Folders that `tracefit run` or `transfer` wrote, or folders of coefficient files; each deployment in them is a kind of server.",
         "folders",
         metavar="OUT...",
         positional=True,

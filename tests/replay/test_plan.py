@@ -79,6 +79,13 @@ def test_the_largest_rate_is_slots_over_request_time(constant):
     assert twice.capacity_per_s == pytest.approx(1600)
 
 
+def test_the_capacity_of_many_slots_has_the_prompts_of_those_that_follow(constant):
+    """A thousand requests of 500 steps each are two a step, although the first thousand end ten a step: as their prompts began."""
+    load = tracefit.LoadOptions(prompt=200, output=500)
+    plan = one(constant(), rate=100, servers=1, settings={"max_num_seqs": 1000}, requests=load)
+    assert plan.capacity_per_s == pytest.approx(2000, rel=0.02)
+
+
 def test_latencies_are_those_of_the_steps(constant):
     at = one(constant(), rate=20, servers=1).at
     assert at.latency("itl_p99_ms").value == pytest.approx(1.0)

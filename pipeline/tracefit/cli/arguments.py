@@ -76,6 +76,8 @@ _TYPES: Mapping[Any, Any] = {
     str | Path | Iterable[str | Path] | None: list[str] | None,
     tuple[str, ...]: list[str] | None,
     Mapping[str, object] | None: list[str] | None,
+    Mapping[str, Iterable[str]] | None: list[str] | None,
+    float | Mapping[str, float] | None: list[str] | None,
 }
 """Type of an option in Python to its type on the command line. A path may be a URL: `Path` would join its two slashes."""
 

@@ -5,7 +5,7 @@ Each collects its options, calls the function of the library with its own name, 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import typer
 
@@ -71,6 +71,9 @@ from tracefit.options import (
     TrainOptions,
     TrainOutOption,
     TransferOutOption,
+    TriedForceOption,
+    TriedModelOption,
+    TryOption,
     VerifiedArgument,
     WaitingOption,
     WorkersOption,
@@ -301,15 +304,18 @@ def replay(
     return tracefit.replay_runs(folder, run=run, progress=terminal)
 
 
-@command("plan with {folders[0]}", LoadOptions)
+@command("plan with {folders}", LoadOptions)
 def plan(
     terminal: Terminal,
-    folders: PlannedArgument,
+    folders: PlannedArgument = None,
     rate: RateOption = None,
     servers: ServerCountOption = None,
     slo: ObjectivesOption = None,
     settings: ChangesOption = None,
     price: PriceOption = None,
+    tries: TryOption = None,
+    model_config: TriedModelOption = None,
+    force: TriedForceOption = False,
     figure: FigureOption = None,
     deployment: DeploymentOption = None,
     run: RunOption = None,
@@ -318,10 +324,12 @@ def plan(
     """Plan servers for a load and its objectives.
 
     Finds the fewest servers for --rate, or the largest rate of --servers, by replaying requests like the traced ones. Shows
-    latencies against the rate, with intervals, and says if an answer rests on steps unlike those in training.
+    latencies against the rate, with intervals, and says if an answer rests on steps unlike those in training. Several kinds of server for
+    one rate are in one table, the cheapest first; --try computes servers that were never traced.
 
     Example: `tracefit plan out/ --rate 40 --slo ttft_p99=500 --slo itl_p99=50`
     """
+    from tracefit.commands.candidates import parse_prices, parse_tries
     from tracefit.commands.ingest import parse_assignments
     from tracefit.commands.report import parse_slo
 
@@ -332,7 +340,10 @@ def plan(
         slo_ms=parse_slo(slo or []),
         settings=parse_assignments(settings or []),
         requests=from_flags(LoadOptions, options),
-        price=price,
+        price=parse_prices(list(cast("list[str]", price or ()))),
+        tries=parse_tries(cast("list[str]", tries or ())),
+        model_config=model_config,
+        force=force,
         figure=figure,
         deployment=deployment,
         run=run,

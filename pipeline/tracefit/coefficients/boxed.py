@@ -90,7 +90,7 @@ class BoxedLaw(Strict):
         servers: The servers.
         models: Facts of their models.
         parts: Kinds of layers and precisions that they have.
-        reach: Least and largest mean batch: decoding requests, and cached tokens of each.
+        reach: Least and largest mean batch: decoding requests, cached tokens of each, and the tokens of a prompt.
         errors: Errors on servers that were left out, by kind.
         across: The same for each group.
     """
@@ -142,11 +142,15 @@ class BoxedLaw(Strict):
     def batches(self, deployment: Deployment) -> LawRows:
         """Return the corners of the batches that the points reach, as steps of a server."""
         batch, context = self.reach["num_decode_reqs"], self.reach["context_tokens_per_request"]
-        corners = [(n, tokens) for n in batch for tokens in context]
+        # The prompts of a point are spread over its steps: a step has none, or one.
+        prompts = (0.0, *self.reach["prompt_tokens"])
+        corners = [(n, tokens, prompt) for n in batch for tokens in context for prompt in prompts]
         values = {
-            "num_decode_reqs": [n for n, _ in corners],
-            "decode_tokens": [n for n, _ in corners],
-            "context_tokens": [n * tokens for n, tokens in corners],
+            "num_prefill_reqs": [float(prompt > 0) for _, _, prompt in corners],
+            "num_decode_reqs": [n for n, _, _ in corners],
+            "prefill_tokens": [prompt for _, _, prompt in corners],
+            "decode_tokens": [n for n, _, _ in corners],
+            "context_tokens": [n * tokens for n, tokens, _ in corners],
         }
         zeros = [0.0] * len(corners)
         return LawRows(deployment, pl.DataFrame({f"of_{n}": values.get(n, zeros) for n in BATCH_COLUMNS}))
@@ -222,6 +226,7 @@ def box(
         reach={
             "num_decode_reqs": _range(batches["of_num_decode_reqs"].to_list()),
             "context_tokens_per_request": _range(per_request.to_list()),
+            "prompt_tokens": _range([n for one in servers for n in one.points["prompt_tokens"]]),
         },
         errors={kind: _errors_of(of_kind) for kind, of_kind in folds.items()},
         across=tuple(

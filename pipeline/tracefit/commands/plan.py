@@ -8,13 +8,14 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import numpy as np
 import polars as pl
 
 from tracefit.coefficients.files import find_models
 from tracefit.coefficients.models import load
+from tracefit.commands.candidates import Prices, checked_prices, price_of, tried_servers
 from tracefit.commands.locate import as_list, choose_deployment, published_replays, tables_of
 from tracefit.commands.predict import read_rows
 from tracefit.commands.recorded import carried, complete_requests, is_whole
@@ -32,6 +33,9 @@ from tracefit.options import (
     RateOption,
     RunOption,
     ServerCountOption,
+    TriedForceOption,
+    TriedModelOption,
+    TryOption,
     flag_of,
     named,
 )
@@ -58,6 +62,7 @@ from tracefit.results.plans import (
     PlannedArrivals,
     PlannedLoad,
     PlanResult,
+    RankedServers,
     ServerCapacity,
     ServerPlan,
 )
@@ -123,7 +128,7 @@ _ANSWERED = (
 
 
 def plan(
-    folders: PlannedArgument,
+    folders: PlannedArgument = None,
     *,
     rate: RateOption = None,
     servers: ServerCountOption = None,
@@ -131,6 +136,9 @@ def plan(
     settings: Mapping[str, object] | None = None,
     requests: LoadOptions | None = None,
     price: PriceOption = None,
+    tries: TryOption = None,
+    model_config: TriedModelOption = None,
+    force: TriedForceOption = False,
     deployment: DeploymentOption = None,
     run: RunOption = None,
     figure: FigureOption = None,
@@ -148,7 +156,11 @@ def plan(
         slo_ms: The longest time, in ms, allowed for percentiles, such as `{"ttft_p99": 500}`.
         settings: Settings to change, such as `{"max_num_seqs": 256}`.
         requests: The requests; the traced ones if not given.
-        price: Price of a GPU per hour, in any currency.
+        price: Price of a GPU per hour, in any currency: of every GPU, or by its name.
+        tries: Servers to compute by a transfer and to plan with too, such as `{"gpu": ["H100", "H200"], "tp": ["1", "2"]}`: every
+            combination, from the folders, or without any from the law in the package.
+        model_config: config.json of the model, for `tries`.
+        force: With `tries`, also answer where nothing shows how exact the answer is.
         deployment: Plan only this deployment; see `Models.deployment`.
         run: Plan only the deployment of this run.
         figure: An `.html` page to write, with percentiles over the rate and a rate and an objective that can be moved.
@@ -164,11 +176,19 @@ def plan(
         >>> plan.servers, plan.met
         (2, True)
     """
-    places, progress = as_list(folders), progress or NullProgress()
-    if not places:
-        raise UsageError("no folder is given")
+    places, progress = as_list(folders or ()), progress or NullProgress()
+    if not places and not tries:
+        raise UsageError(
+            "no folder is given",
+            hint=f"name folders that `tracefit run` wrote, or servers to compute: {named(TryOption)} gpu=H100,H200",
+        )
     asked = _Asked(
-        rate, servers, _objectives(slo_ms or {}), dict(settings or {}), requests or LoadOptions(), price
+        rate,
+        servers,
+        _objectives(slo_ms or {}),
+        dict(settings or {}),
+        requests or LoadOptions(),
+        checked_prices(price),
     )
     _check(asked)
     if figure is not None and Path(figure).suffix != ".html":
@@ -182,9 +202,63 @@ def plan(
         for deployment_id in [models.deployment(chosen).deployment_id] if chosen else models.deployment_ids:
             progress.stage(f"planning {deployment_id}")
             plans.append(_planned(folder, models.deployment(deployment_id or None), asked))
+    left_out: tuple[str, ...] = ()
+    if tries:
+        with tried_servers(places, tries, model_config, force=force, progress=progress) as tried:
+            left_out = tried.left_out
+            for name, folder in tried.folders:
+                progress.stage(f"planning {name}")
+                plans.append(
+                    replace(_planned(folder, load(find_models(folder)).deployment(None), asked), folder=name)
+                )
     if figure is not None:
         _draw(plans, Path(figure))
-    return PlanResult(tuple(plans))
+    return PlanResult(tuple(plans), _ranked(plans, asked), left_out)
+
+
+def _ranked(plans: Sequence[ServerPlan], asked: _Asked) -> tuple[RankedServers, ...]:
+    """Return the kinds of server that carry a rate, the cheapest first: by price, or by GPUs where some price is not stated."""
+    if asked.rate is None or asked.servers is not None or len(plans) < 2:
+        return ()
+    found = [_costed(one, asked.price) for one in plans if one.reason is None and one.servers]
+    is_priced = all(one.cost_per_hour is not None for one in found)
+
+    def cost(one: RankedServers, *, low: bool = False) -> float:
+        if is_priced:
+            return (one.cost_per_hour_low if low else one.cost_per_hour) or 0.0
+        return one.gpus_low if low else one.gpus
+
+    least = min(map(cost, found), default=0.0)
+    return tuple(
+        replace(one, ties=cost(one, low=True) <= least)
+        for one in sorted(found, key=lambda one: (cost(one), one.name))
+    )
+
+
+def _costed(plan_: ServerPlan, prices: Prices) -> RankedServers:
+    price, servers = price_of(prices, plan_.gpu), plan_.servers or 1
+    least = min(servers, plan_.servers_low or servers)
+    nearest = max(
+        plan_.objectives,
+        key=lambda o: (plan_.at.latency(o.name).value or math.inf) / o.limit_ms if plan_.at else 0.0,
+        default=None,
+    )
+    gpus, gpus_low = servers * plan_.gpus_per_server, least * plan_.gpus_per_server
+    return RankedServers(
+        name=plan_.folder,
+        deployment_id=plan_.deployment_id,
+        gpu=plan_.gpu,
+        servers=servers,
+        servers_low=least,
+        gpus=gpus,
+        gpus_low=gpus_low,
+        cost_per_hour=None if price is None else price * gpus,
+        cost_per_hour_low=None if price is None else price * gpus_low,
+        binds=nearest.name if nearest else None,
+        origin=plan_.origin,
+        is_tested=plan_.is_tested,
+        ties=False,
+    )
 
 
 def _draw(plans: Iterable[ServerPlan], path: Path) -> None:
@@ -204,7 +278,7 @@ class _Asked:
     objectives: tuple[Objective, ...]
     settings: dict[str, object]
     requests: LoadOptions
-    price: float | None
+    price: Prices
 
 
 def _objectives(slo_ms: Mapping[str, float]) -> tuple[Objective, ...]:
@@ -230,7 +304,6 @@ def _check(asked: _Asked) -> None:
         (named(LoadOptions, "burstiness"), asked.requests.burstiness, above_0, "above 0; 1 is Poisson"),
         (named(LoadOptions, "prompt"), asked.requests.prompt, 1, "at least 1 token"),
         (named(LoadOptions, "output"), asked.requests.output, 1, "at least 1 token"),
-        (named(PriceOption), asked.price, 0, "at least 0"),
     ):
         if value is not None and not least <= value < math.inf:
             raise UsageError(f"{option} {value:g}: is out of range", hint=hint)
@@ -265,6 +338,8 @@ def _planned(folder: str | Path, deployment: DeploymentModels, asked: _Asked) ->
         str(folder),
         deployment.deployment_id,
         gpus_per_server=gpus,
+        gpu=deployment.gpu,
+        **_origin(deployment),
         settings={canonical_name(name): str(value) for name, value in asked.settings.items()},
         objectives=asked.objectives,
         servers=asked.servers,
@@ -281,6 +356,14 @@ def _planned(folder: str | Path, deployment: DeploymentModels, asked: _Asked) ->
         raise
     except TracefitError as error:
         return replace(plan_, reason=error.line())
+
+
+def _origin(deployment: DeploymentModels) -> dict[str, Any]:
+    """Return where the model of step times comes from; it is missing where the plan says so."""
+    with suppress(TracefitError):
+        model = deployment.step_model
+        return {"origin": model.origin, "is_tested": model.transfer is None or model.transfer.tested}
+    return {}
 
 
 def _store(folder: str | Path) -> TableStore | None:
@@ -418,7 +501,8 @@ def _answered(plan_: ServerPlan, fleet: Fleet, asked: _Asked, errors: Mapping[st
         curve=_points(curve, servers, fleet, names),
         notes=(*_outside(at), *notes, *plan_.notes, *routed),
     )
-    return plan_ if asked.price is None else _priced(plan_, at, fleet, asked.price)
+    price = price_of(asked.price, plan_.gpu)
+    return plan_ if price is None else _priced(plan_, at, fleet, price)
 
 
 def _with_capacity(plan_: ServerPlan, fleet: Fleet, servers: int, curve: Curve) -> ServerPlan:

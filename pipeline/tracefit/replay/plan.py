@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     from tracefit.replay.engine import EngineSettings, StepBatch, StepGroup, StepTimeModel
     from tracefit.statistics import Flags, Integers, Matrix, Vector
 
+_WAVES = 4
+"""Times that a server's slots are filled in the replay of its capacity, at least."""
 REPLAYED_REQUESTS = 1_200
 """Requests of one replay of a curve."""
 ANCHOR_REQUESTS = 6_000
@@ -290,16 +292,30 @@ class Fleet:
         Raises:
             DataError: The server never serves some of the requests.
         """
-        load = replace(draw(self.sample, self.requests, 1), arrival_us=np.zeros(self.requests))
+        slots = self._slots
+        count = max(self.requests, _WAVES * slots)
+        load = replace(draw(self.sample, count, 1), arrival_us=np.zeros(count))
         last = np.sort(replay(load, self.times, self.settings).last_us)
         if unserved := int(np.isnan(last).sum()):
             raise DataError(
-                f"{unserved} of {self.requests} requests would never be served: they need more KV blocks or a larger token "
+                f"{unserved} of {count} requests would never be served: they need more KV blocks or a larger token "
                 "budget than the server has"
             )
         # The load is not steady at the beginning, when all requests start at once, and at the end, when slots stay empty.
-        first, until = int(0.2 * self.requests), int(0.8 * self.requests)
+        first, until = int(0.2 * count), int(0.8 * count)
+        if count > self.requests:
+            # Requests that start together end together: whole waves of them show how long one takes with its prompts.
+            first, until = slots, (_WAVES - 1) * slots
         return 1e6 * (until - first) / float(last[until] - last[first])
+
+    @property
+    def _slots(self) -> int:
+        """The most requests that can run at a time, as far as their tokens fit into the KV cache."""
+        most, blocks = self.settings.max_num_seqs, self.settings.num_blocks
+        if blocks is None:
+            return most
+        tokens = float(self.sample.prompt_tokens.mean() + self.sample.output_tokens.mean())
+        return max(1, min(most, int(blocks * self.settings.block_size / max(tokens, 1.0))))
 
     def at(self, servers: int, rate: float, requests: int | None = None) -> Simulated:
         """Return the load of each of several servers at a rate, in requests per second at each."""

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from tracefit.models.predict import PredictedDuration
     from tracefit.models.request import RequestPrediction
     from tracefit.results import models, traces
-    from tracefit.results.plans import PlannedArrivals, PlanPoint, PlanResult, ServerPlan
+    from tracefit.results.plans import PlannedArrivals, PlanPoint, PlanResult, RankedServers, ServerPlan
     from tracefit.results.replays import QueueWindow, RunReplay
     from tracefit.results.requests import Quantiles, RequestGroup, RequestSummary
 
@@ -532,10 +532,64 @@ def replay_text(result: models.ReplayResult) -> str:
 def plan_text(result: PlanResult) -> str:
     """Return the answer for each kind of server: how many or how much, latencies, and the curve."""
     several = len({p.folder for p in result.plans}) > 1
+    shown = list(result.plans)
+    if len(result.ranked) > _MOST_IN_FULL:
+        # The table has the others.
+        shown = [
+            p
+            for p in shown
+            if (p.folder, p.deployment_id) == (result.ranked[0].name, result.ranked[0].deployment_id)
+        ]
+    answers = [
+        "\n".join([f"{p.folder if several else 'deployment'} {p.deployment_id}", *_planned(p)]) for p in shown
+    ]
+    unanswered = [p for p in result.plans if p.reason is not None and p not in shown]
+    missing = [f"{p.folder} {p.deployment_id}: no answer: {p.reason}" for p in unanswered]
+    missing += [f"left out: {text}" for text in result.left_out]
+    tables = [_ranked(result.ranked)] if result.ranked else []
     return "\n\n".join(
-        "\n".join([f"{p.folder if several else 'deployment'} {p.deployment_id}", *_planned(p)])
-        for p in result.plans
+        [*tables, *answers, *(["\n".join(_noted(text) for text in missing)] if missing else [])]
     )
+
+
+_MOST_IN_FULL = 3
+"""Kinds of server that are shown in full beside a table of them."""
+
+
+def _ranked(rows: Sequence[RankedServers]) -> str:
+    """Return the table of what each kind of server costs, the cheapest first."""
+    is_priced = any(one.cost_per_hour is not None for one in rows)
+
+    def ends(most: float | None, least: float | None) -> str:
+        return (
+            "-" if most is None else number(most) if most == least else f"{number(least)} to {number(most)}"
+        )
+
+    head = (
+        "",
+        "servers",
+        "GPUs",
+        *(("cost per hour",) if is_priced else ()),
+        "nearest to its limit",
+        "model",
+    )
+    table = [
+        (
+            f"{'=' if one.ties else ' '} {one.name if one.name != one.deployment_id else ''}",
+            ends(one.servers, one.servers_low),
+            ends(one.gpus, one.gpus_low),
+            *((ends(one.cost_per_hour, one.cost_per_hour_low),) if is_priced else ()),
+            _percentile(one.binds) if one.binds else "-",
+            one.origin if one.is_tested else f"{one.origin}, untested",
+        )
+        for one in rows
+    ]
+    legend = (
+        "  = may be the cheapest: fewer servers of it may be enough"
+        if sum(one.ties for one in rows) > 1
+        else ""
+    )
+    return "\n".join(filter(None, [columns(head, table), legend]))
 
 
 def _planned(plan: ServerPlan) -> Iterator[str]:

@@ -137,6 +137,9 @@ class ServerPlan:
         arrivals: When the requests come; null where it was not decided.
         reason: Why there is no answer; null where there is one.
         gpus_per_server: GPUs of one server.
+        gpu: Its GPU; null where that is not known.
+        origin: Whether its model of step times is fitted, transferred or calibrated.
+        is_tested: Whether anything shows how exact that model is.
         settings: Settings that the plan changes.
         objectives: The limits of latencies.
         load: The requests planned for, if any.
@@ -168,6 +171,9 @@ class ServerPlan:
     arrivals: PlannedArrivals | None = None
     reason: str | None = None
     gpus_per_server: int = 1
+    gpu: str | None = None
+    origin: str = "fitted"
+    is_tested: bool = True
     settings: dict[str, str] | None = None
     objectives: tuple[Objective, ...] = ()
     load: PlannedLoad | None = None
@@ -192,14 +198,53 @@ class ServerPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class RankedServers:
+    """The cost of one kind of server for a load.
+
+    Attributes:
+        name: Its folder, or its GPU and tensor parallelism where it was tried.
+        deployment_id: Its deployment.
+        gpu: Its GPU; null where that is not known.
+        servers: Servers that are enough.
+        servers_low: The fewest, if latencies are at the low end of their intervals.
+        gpus: GPUs of all of them.
+        gpus_low: The same for the fewest.
+        cost_per_hour: Their price; null without one.
+        cost_per_hour_low: The same for the fewest.
+        binds: The objective that is nearest to its limit.
+        origin: Whether its model is fitted, transferred or calibrated.
+        is_tested: Whether anything shows how exact its model is.
+        ties: Whether it may be the cheapest within the intervals.
+    """
+
+    name: str
+    deployment_id: str | None
+    gpu: str | None
+    servers: int
+    servers_low: int
+    gpus: int
+    gpus_low: int
+    cost_per_hour: float | None
+    cost_per_hour_low: float | None
+    binds: str | None
+    origin: str
+    is_tested: bool
+    ties: bool
+
+
+@dataclass(frozen=True, slots=True)
 class PlanResult(Shown):
     """How many servers a load needs, for each kind of server.
 
     Attributes:
         plans: One per deployment, in the order of the folders.
+        ranked: Kinds of server that carry the rate, the cheapest first; empty without a rate, or with one kind.
+        left_out: Servers that were to be tried and are not planned, with the reasons.
     """
 
     plans: tuple[ServerPlan, ...]
+    ranked: tuple[RankedServers, ...] = ()
+    left_out: tuple[str, ...] = ()
 
     @property
     def exit_code(self) -> int:
