@@ -1,6 +1,7 @@
 """`tracefit transfer` on generated servers: from tables to a plan, its refusals, and calibration."""
 
 import json
+import shutil
 
 import polars as pl
 import pytest
@@ -435,3 +436,16 @@ def test_points_of_the_server_draw_the_law(tmp_path, command):
     code, out, err = command("transfer", *server, "--calibrate", points, "--out", new)
     assert code == 0
     assert "all have 16 decoding requests" in " ".join((out + err).split())
+
+
+def test_a_server_without_stated_limits_is_no_source_of_itself(servers, tmp_path, command):
+    runs, _ = servers
+    copied = tmp_path / "runs" / "same"
+    shutil.copytree(runs[1], copied)
+    path = copied / "exp-config.yaml"
+    path.write_text("".join(line for line in path.read_text().splitlines(True) if "max_num" not in line))
+    tracefit.ingest(str(copied), tmp_path / "out" / "tables")
+    asked = ("--model-config", copied / "config.json", "--run-config", path)
+    code, _, err = command("transfer", tmp_path / "out", *asked, "--out", tmp_path / "new")
+    assert code == 1
+    assert "it is the server asked for" in err

@@ -245,7 +245,7 @@ def _transferred(places: Sequence[str | Path], context: RunContext, progress: Ke
             hint="; ".join(sources.refused)
             or "name folders that `tracefit run` wrote, with config.json and a GPU",
         )
-    target = deployment_of(_named_like(context, [one.context for one in chosen]))
+    target = deployment_of(_with_limits(_named_like(context, [one.context for one in chosen])))
     progress.stage(f"fitting the law to {plural(len(chosen), 'deployment')}: {_KINDS[kind]}")
     law = fit_law(chosen, kind)
     progress.stage("leaving out servers in turn")
@@ -286,7 +286,7 @@ def _from_package(context: RunContext, engine: str | None) -> _Found:
             hint="leave the setting out, or name folders that `tracefit run` wrote of such servers",
         )
     boxed = boxed_law(name)
-    target, kind = deployment_of(context), boxed.kind_for(context)
+    target, kind = deployment_of(_with_limits(context)), boxed.kind_for(context)
     doubts = tuple(_unseen(context, boxed.parts))
     points = sum(one.points for one in boxed.servers)
     errors = boxed.errors[kind]
@@ -330,7 +330,7 @@ def _target(server: ServerOptions) -> RunContext:
     if context.architecture is None or context.gpu is None:
         unknown = "; ".join(context.left_out) or "the GPU is not known"
         raise UsageError(f"the new server cannot be computed: {unknown}")
-    return with_blocks(_with_limits(context))
+    return with_blocks(context)
 
 
 def _with_limits(context: RunContext) -> RunContext:
