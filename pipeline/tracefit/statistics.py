@@ -35,7 +35,7 @@ def percentile(values: Vector, percent: float) -> float:
 
 
 def percentile_of_counts(values: Vector, counts: Integers, percent: float) -> float:
-    """Return the `percentile` of values of which each occurs so many times; shapes (n,), with a sum of counts above 0."""
+    """Return the `percentile` of values that each occur so many times; shapes (n,), with a sum of counts above 0."""
     order = np.argsort(values)
     upto = np.cumsum(counts[order])
     rank = percent / 100 * float(upto[-1] - 1)

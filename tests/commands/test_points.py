@@ -148,7 +148,7 @@ def test_a_recording_without_points_says_what_a_point_is(trained, tmp_path):
         tracefit.compare(trained, path)
 
 
-# -- whose prediction, and of which server ------------------------------------------------------------------
+# -- the deployment of a point, and its settings ------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -211,7 +211,7 @@ def test_the_model_of_a_point_chooses_its_deployment(two_servers, tmp_path):
     assert f"{llama} and {other} are like it" in reasons[6]
 
 
-def test_a_named_deployment_counts_more_than_the_name_that_a_client_has_for_its_model(two_servers, tmp_path):
+def test_a_named_deployment_counts_more_than_a_client_s_name_of_its_model(two_servers, tmp_path):
     path = tmp_path / "points.csv"
     path.write_text(OF_SERVERS + "1,64,9,10,served-as-this,,\n1,64,9,10,served-as-this,,8\n")
     first, second = tracefit.compare(two_servers, path, deployment="other").points
@@ -297,3 +297,45 @@ def test_percentiles_of_the_time_between_tokens_are_predicted(trained, tmp_path)
     assert predictions(alone)["itl_p99"] < 1.1 * predictions(alone)["itl_p50"]
     assert single.reason == "none of its latencies is predicted"
     assert not any("single tokens" in note for note in result.notes)
+
+
+# -- the report ---------------------------------------------------------------------------------------------
+
+
+def section_of(folder):
+    """Return the section on points of a report's text, without the alignment of its table."""
+    text = (folder / "report.md").read_text()
+    begin = text.index("## Points of a benchmark")
+    page = folder / "report.html"
+    assert not page.exists() or "Points of a benchmark" in page.read_text()
+    return text[begin : text.index("\n## ", begin + 1)]
+
+
+def test_the_report_shows_points_without_models(points, tmp_path):
+    path = points("4,,100,20,20.5,7.5,1,x", ",2.5,64,8,30.25,8.5,1,y")
+    with pytest.raises(DataError):
+        tracefit.run(path, out=tmp_path / "out")
+    text = section_of(tmp_path / "out")
+    assert "no request and no step: no model of steps is fitted on it." in text
+    assert "| 1 | 4 at a time | 100 | 20 | TTFT | 20.5 |  |  |  |  |" in text
+    assert "|  |  |  |  | TPOT | 7.5 |  |  |  |  |" in text
+    assert "| 2 | 2.5/s | 64 | 8 | TTFT | 30.2 |  |  |  |  |" in text
+    assert "Columns that are not read: `comment`." in text
+    assert "tracefit compare" in text
+
+
+@pytest.mark.slow
+def test_the_report_of_a_fitted_run_has_predictions_beside_its_points(new_traces, points, quick, tmp_path):
+    run = new_traces().load().write(tmp_path / "runs/busy")
+    rows = ("1,,64,9,20,10,1,x", "1,,64,9,20,10,8,x")
+    (tmp_path / "runs/bench").mkdir()
+    (tmp_path / "runs/bench/points.csv").write_bytes(points(*rows).read_bytes())
+    tracefit.run([run, tmp_path / "runs/bench"], out=tmp_path / "out", options=quick)
+    text = section_of(tmp_path / "out")
+    compared = tracefit.compare(tmp_path / "out", points(*rows)).points
+    (tpot,) = (each for each in compared[0].latencies if each.name == "tpot_mean")
+    assert f"| TPOT | 10 / {tpot.predicted_us / 1e3:.3g} |" in text
+    assert "Not compared: point 2: it has 8 GPUs of tensor parallelism, the deployment 1." in text
+    before = (tmp_path / "out/report.md").read_bytes()
+    tracefit.report(tmp_path / "out")
+    assert (tmp_path / "out/report.md").read_bytes() == before

@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from tracefit.commands.ingest import ingest
-from tracefit.commands.plan import PLANNED_SETTINGS, server_of
+from tracefit.commands.plan import PLANNED_SETTINGS, server_of, store_beside
 from tracefit.errors import DataError, TracefitError
 from tracefit.options import DeploymentOption, named
 from tracefit.replay.points import PointLoad, latencies_at
@@ -69,22 +69,43 @@ def compare_points(
         UsageError: No or several deployments are the chosen one.
         DataError: No point can be compared.
     """
-    candidates = (
-        [models.deployment(chosen)]
-        if chosen
-        else [models.deployment(d or None) for d in models.deployment_ids]
-    )
-    servers = _Servers(folder, candidates, is_named=chosen is not None)
-    rows = points.sort("source_file", "source_offset", "point").to_dicts()
-    compared = tuple(_compared(n, row, servers) for n, row in enumerate(rows[:_MOST_POINTS], 1))
+    rows = rows_in_order(points)
+    compared, notes = predicted_points(store_beside(folder), models, rows[:_MOST_POINTS], chosen)
     if all(one.reason for one in compared):
         more = len({one.reason for one in compared}) - 1
         also = f" (and {plural(more, 'other reason')})" if more else ""
         raise DataError(f"no point can be compared: {compared[0].reason}{also}", where=str(path))
-    notes = [*dict.fromkeys(servers.notes)]
     if len(rows) > _MOST_POINTS:
-        notes.append(f"{len(rows) - _MOST_POINTS} points after the first {_MOST_POINTS} are not compared")
+        notes = (
+            *notes,
+            f"{len(rows) - _MOST_POINTS} points after the first {_MOST_POINTS} are not compared",
+        )
     return CompareResult(folder, path, points=compared, notes=(*notes, *_notes(rows, compared)))
+
+
+def rows_in_order(points: pl.DataFrame) -> list[dict[str, Any]]:
+    """Return the rows of `points` as they stand in their files."""
+    return points.sort("source_file", "source_offset", "point").to_dicts()
+
+
+def predicted_points(
+    store: TableStore | None, models: Models, rows: Sequence[dict[str, Any]], chosen: str | None = None
+) -> tuple[tuple[ComparedPoint, ...], tuple[str, ...]]:
+    """Return points with their predictions, and notes on the settings of their servers; the first one has number 1.
+
+    Args:
+        store: The tables that the models were trained on; null without any.
+        models: The models.
+        rows: Rows of `points`.
+        chosen: The deployment of all points; if null, they decide.
+
+    Raises:
+        UsageError: No or several deployments are the chosen one.
+    """
+    ids = [chosen] if chosen else [each or None for each in models.deployment_ids]
+    servers = _Servers(store, [models.deployment(each) for each in ids], is_named=chosen is not None)
+    compared = tuple(_compared(n, row, servers) for n, row in enumerate(rows, 1))
+    return compared, tuple(dict.fromkeys(servers.notes))
 
 
 class _NotComparedError(Exception):
@@ -98,9 +119,11 @@ class _Servers:
         notes: On the settings of the servers.
     """
 
-    def __init__(self, folder: Path, candidates: Sequence[DeploymentModels], *, is_named: bool) -> None:
+    def __init__(
+        self, store: TableStore | None, candidates: Sequence[DeploymentModels], *, is_named: bool
+    ) -> None:
         self.notes: list[str] = []
-        self._folder = folder
+        self._store = store
         self._candidates = candidates
         self._is_named = is_named
         self._known: dict[tuple[str | None, str], Fleet] = {}
@@ -131,7 +154,7 @@ class _Servers:
         }
         key = (deployment.deployment_id, json.dumps(changes, sort_keys=True))
         if key not in self._known:
-            self._known[key], notes = server_of(self._folder, deployment, changes)
+            self._known[key], notes = server_of(self._store, deployment, changes)
             self.notes += notes
         return self._known[key], deployment.deployment_id
 

@@ -273,7 +273,7 @@ def _planned(folder: str | Path, deployment: DeploymentModels, asked: _Asked) ->
     )
     changes = _changes(deployment, asked.settings)
     try:
-        fleet, requests, notes = _fleet(_store(folder), deployment, asked.requests, changes)
+        fleet, requests, notes = _fleet(store_beside(folder), deployment, asked.requests, changes)
         replays = published_replays(folder, deployment)
         without = () if replays else (_NOT_REPLAYED,)
         plan_ = replace(plan_, arrivals=requests.arrivals, load=requests.load, notes=(*notes, *without))
@@ -284,7 +284,7 @@ def _planned(folder: str | Path, deployment: DeploymentModels, asked: _Asked) ->
         return replace(plan_, reason=error.line())
 
 
-def _store(folder: str | Path) -> TableStore | None:
+def store_beside(folder: str | Path) -> TableStore | None:
     """Return the tables beside models; null without any."""
     try:
         return TableStore(tables_of(folder))
@@ -320,12 +320,14 @@ def _fleet(
 
 
 def server_of(
-    folder: str | Path, deployment: DeploymentModels, changes: Mapping[str, object] = MappingProxyType({})
+    store: TableStore | None,
+    deployment: DeploymentModels,
+    changes: Mapping[str, object] = MappingProxyType({}),
 ) -> tuple[Fleet, tuple[str, ...]]:
     """Return a server of a deployment without requests of its own, and notes on its settings.
 
     Args:
-        folder: The models' folder.
+        store: The tables that the models were trained on; null without any.
         deployment: The deployment.
         changes: Those of `PLANNED_SETTINGS` that differ.
 
@@ -333,7 +335,7 @@ def server_of(
         UsageError: Models are not valid, or a limit of the scheduler is unknown.
         DataError: The model of step times is missing.
     """
-    fleet, _, notes = _fleet(_store(folder), deployment, LoadOptions(prompt=1, output=1), changes)
+    fleet, _, notes = _fleet(store, deployment, LoadOptions(prompt=1, output=1), changes)
     _ = fleet.times  # a model that cannot be replayed fails here
     # Notes on the lengths of this request say nothing.
     return fleet, tuple(note for note in notes if "tokens of" not in note)
