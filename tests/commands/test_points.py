@@ -10,6 +10,7 @@ import pytest
 import clients
 import tracefit
 from tracefit.errors import DataError
+from tracefit.reports.terminal_results import compare_text
 from tracefit.tables.store import TableStore
 
 
@@ -209,6 +210,9 @@ def test_the_model_of_a_point_chooses_its_deployment(two_servers, tmp_path):
     assert "its GPU is A100, that of the deployment H100" in reasons[4]
     assert "its model is third-8b" in reasons[5]
     assert f"{llama} and {other} are like it" in reasons[6]
+    head, first, *_ = compare_text(result).splitlines()
+    assert head.endswith("deployment")
+    assert first.endswith(llama)
 
 
 def test_a_named_deployment_counts_more_than_a_client_s_name_of_its_model(two_servers, tmp_path):

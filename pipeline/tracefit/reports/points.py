@@ -64,7 +64,12 @@ def _rows(
         )
         if text
     )
-    facts: tuple[str, ...] = (count(n), load or "unknown", number(row["prompt_tokens"]), number(row["output_tokens"]))
+    facts: tuple[str, ...] = (
+        count(n),
+        load or "unknown",
+        number(row["prompt_tokens"]),
+        number(row["output_tokens"]),
+    )
     for latency in LATENCIES:
         cells = [
             _cell(row[f"{latency}_{statistic}_us"], predicted.get((n, f"{latency}_{statistic}")))
