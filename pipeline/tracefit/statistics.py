@@ -34,6 +34,16 @@ def percentile(values: Vector, percent: float) -> float:
     return float(np.percentile(values, percent, method="linear"))
 
 
+def percentile_of_counts(values: Vector, counts: Integers, percent: float) -> float:
+    """Return the `percentile` of values that each occur so many times; shapes (n,), with a sum of counts above 0."""
+    order = np.argsort(values)
+    upto = np.cumsum(counts[order])
+    rank = percent / 100 * float(upto[-1] - 1)
+    ends = (math.floor(rank), math.ceil(rank))
+    low, high = (float(values[order[np.searchsorted(upto, end, side="right")]]) for end in ends)
+    return low + (high - low) * (rank - ends[0])
+
+
 def percentile_expr(column: pl.Expr, percent: float) -> pl.Expr:
     """Return `percentile` of the known values of a column, or of each group of it, as an expression."""
     # Without a method, polars takes the nearest value.

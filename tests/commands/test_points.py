@@ -10,6 +10,7 @@ import pytest
 import clients
 import tracefit
 from tracefit.errors import DataError
+from tracefit.reports.terminal_results import compare_text
 from tracefit.tables.store import TableStore
 
 
@@ -146,3 +147,199 @@ def test_a_recording_without_points_says_what_a_point_is(trained, tmp_path):
     path.write_bytes(clients.inference_perf(clients.planned(10)))
     with pytest.raises(DataError, match="holds no point of a benchmark; a point has"):
         tracefit.compare(trained, path)
+
+
+# -- the deployment of a point, and its settings ------------------------------------------------------------------
+
+
+@pytest.fixture
+def two_servers(trained, tmp_path):
+    """Return coefficient files of the trained deployment and of another model on H100s whose steps take ten times as long."""
+
+    def of_other(model):
+        other = json.loads(json.dumps(model))
+        other["deployment_id"] = "other-70b.h100.tp2.00000000"
+        facts = other["deployment"]
+        facts |= {"model": "org/Other-70B", "gpu": "H100"}
+        facts["settings"] |= {"model": "org/Other-70B", "gpu": "H100", "tensor_parallel": 2}
+        return other
+
+    folder = tmp_path / "models"
+    folder.mkdir()
+    for name in ("alpha.json", "beta.json"):
+        (path,) = trained.rglob(name)
+        document = json.loads(path.read_text())
+        for model in document["models"]:
+            model["deployment"]["settings"]["num_gpu_blocks"] = 2_000
+        others = [of_other(model) for model in document["models"]]
+        if name == "beta.json":
+            for each in others[0]["terms"], [others[0]["intercept"]]:
+                for number in each:
+                    number["value"] *= 10
+                    number["ci95"] = number["ci95"] and [10 * end for end in number["ci95"]]
+        document["models"] += others
+        (folder / name).write_text(json.dumps(document))
+    return folder
+
+
+OF_SERVERS = "concurrency,input_len,output_len,tpot_ms,model,gpu,tp\n"
+
+
+def test_the_model_of_a_point_chooses_its_deployment(two_servers, tmp_path):
+    rows = [
+        "Llama-2-7b-hf,,",
+        "/models/other-70b,,",
+        "other-70b,H100,2",
+        ",H100,",
+        "other-70b,A100,2",
+        "third-8b,,",
+        ",,",
+    ]
+    path = tmp_path / "points.csv"
+    path.write_text(OF_SERVERS + "".join(f"1,64,9,10,{row}\n" for row in rows))
+    result = tracefit.compare(two_servers, path)
+    ids = [point.deployment_id for point in result.points]
+    llama, other = (next(d for d in ids if d and d.startswith(name)) for name in ("llama", "other"))
+    assert ids == [llama, other, other, None, None, None, None]
+    small, large = (predictions(result.points[n])["tpot_mean"] for n in (0, 1))
+    assert large == pytest.approx(10 * small, rel=1e-3)
+    reasons = [point.reason or "" for point in result.points]
+    # The trained deployment states no GPU, so that it may be on one.
+    assert "are like it: name one with" in reasons[3]
+    assert "none of the 2 deployments is like it: " in reasons[4]
+    assert "its GPU is A100, that of the deployment H100" in reasons[4]
+    assert "its model is third-8b" in reasons[5]
+    assert f"{llama} and {other} are like it" in reasons[6]
+    head, first, *_ = compare_text(result).splitlines()
+    assert head.endswith("deployment")
+    assert first.endswith(llama)
+
+
+def test_a_named_deployment_counts_more_than_a_client_s_name_of_its_model(two_servers, tmp_path):
+    path = tmp_path / "points.csv"
+    path.write_text(OF_SERVERS + "1,64,9,10,served-as-this,,\n1,64,9,10,served-as-this,,8\n")
+    first, second = tracefit.compare(two_servers, path, deployment="other").points
+    assert first.deployment_id.startswith("other")
+    assert second.reason == "it has 8 GPUs of tensor parallelism, the deployment 2"
+
+
+def test_settings_of_a_point_are_those_of_its_server(trained, tmp_path):
+    path = tmp_path / "points.csv"
+    rows = "16,64,20,20,\n16,64,20,20,64\n16,64,20,20,1\n16,64,20,20,1.0\n16,64,20,20,many\n"
+    path.write_text("concurrency,input_len,output_len,ttft_ms,max_num_seqs\n" + rows)
+    usual, same, alone, again, wrong = tracefit.compare(trained, path).points
+    assert predictions(usual) == predictions(same)
+    # Fifteen of sixteen wait, each for all that are before it.
+    assert predictions(alone)["ttft_mean"] > 5 * predictions(usual)["ttft_mean"]
+    assert predictions(alone) == predictions(again)
+    assert "max_num_seqs" in wrong.reason
+
+
+def test_a_setting_of_another_server_is_a_reason(trained, tmp_path):
+    path = tmp_path / "points.csv"
+    path.write_text(
+        "concurrency,input_len,output_len,ttft_ms,enforce_eager\n1,64,20,20,false\n1,64,20,20,true\n1,64,20,20,\n"
+    )
+    reasons = [point.reason for point in tracefit.compare(trained, path).points]
+    assert reasons == [None, "its enforce_eager is True, that of the deployment False", None]
+
+
+def test_limits_of_the_scheduler_come_from_the_points_where_the_models_lack_them(two_servers, tmp_path):
+    for name in ("alpha.json", "beta.json"):
+        document = json.loads((two_servers / name).read_text())
+        for model in document["models"]:
+            for setting in ("max_num_seqs", "max_num_batched_tokens"):
+                model["deployment"]["settings"].pop(setting)
+        (two_servers / name).write_text(json.dumps(document))
+    path = tmp_path / "points.csv"
+    path.write_text("concurrency,input_len,output_len,ttft_ms\n1,64,20,20\n")
+    with pytest.raises(DataError) as error:
+        tracefit.compare(two_servers, path, deployment="llama")
+    text = error.value.line()
+    assert "max_num_seqs and max_num_batched_tokens of the server are unknown" in text
+    assert "or give the points the columns max_num_seqs and max_num_batched_tokens" in text
+    path.write_text(
+        "concurrency,input_len,output_len,ttft_ms,max_num_seqs,max_num_batched_tokens\n1,64,20,20,64,2048\n"
+    )
+    (point,) = tracefit.compare(two_servers, path, deployment="llama").points
+    assert point.reason is None
+
+
+def test_the_number_of_kv_blocks_comes_from_the_points_too(trained, tmp_path):
+    """Files without their tables do not show it."""
+    folder = tmp_path / "models"
+    folder.mkdir()
+    for name in ("alpha.json", "beta.json"):
+        (path,) = trained.rglob(name)
+        (folder / name).write_bytes(path.read_bytes())
+    path = tmp_path / "points.csv"
+    path.write_text("concurrency,input_len,output_len,ttft_ms,num_gpu_blocks\n1,64,20,20,\n1,64,20,20,2000\n")
+    without, stated = tracefit.compare(folder, path).points
+    assert without.reason.endswith("; or give the points the column num_gpu_blocks")
+    assert stated.reason is None
+
+
+# -- times between single tokens ----------------------------------------------------------------------------
+
+
+def test_percentiles_of_the_time_between_tokens_are_predicted(trained, tmp_path):
+    path = tmp_path / "points.csv"
+    path.write_text(
+        "concurrency,request_rate,input_len,output_len,mean_tpot_ms,mean_itl_ms,p50_itl_ms,p99_itl_ms\n"
+        "16,,512,20,10,10,10,10\n,4,512,20,10,10,10,10\n1,,512,20,10,10,10,10\n4,,64,1,10,10,10,10\n"
+    )
+    result = tracefit.compare(trained, path)
+    busy, at_rate, alone, single = result.points
+    for point in (busy, at_rate, alone):
+        got = predictions(point)
+        # Every request has as many tokens, so that the mean over tokens is that over requests.
+        assert got["itl_mean"] == pytest.approx(got["tpot_mean"], rel=0.02)
+        assert got["itl_p50"] <= got["itl_p99"]
+    # A step with another request's prompt takes longer.
+    assert predictions(busy)["itl_p99"] > 1.2 * predictions(busy)["itl_p50"]
+    # Alone, the times grow only with the context.
+    assert predictions(alone)["itl_p99"] < 1.1 * predictions(alone)["itl_p50"]
+    assert single.reason == "none of its latencies is predicted"
+    assert not any("single tokens" in note for note in result.notes)
+
+
+# -- the report ---------------------------------------------------------------------------------------------
+
+
+def section_of(folder):
+    """Return the section on points of a report's text, without the alignment of its table."""
+    text = (folder / "report.md").read_text()
+    begin = text.index("## Points of a benchmark")
+    page = folder / "report.html"
+    assert not page.exists() or "Points of a benchmark" in page.read_text()
+    return text[begin : text.index("\n## ", begin + 1)]
+
+
+def test_the_report_shows_points_without_models(points, tmp_path):
+    path = points("4,,100,20,20.5,7.5,1,x", ",2.5,64,8,30.25,8.5,1,y")
+    with pytest.raises(DataError):
+        tracefit.run(path, out=tmp_path / "out")
+    text = section_of(tmp_path / "out")
+    assert "no request and no step: no model of steps is fitted on it." in text
+    assert "| 1 | 4 at a time | 100 | 20 | TTFT | 20.5 |  |  |  |  |" in text
+    assert "|  |  |  |  | TPOT | 7.5 |  |  |  |  |" in text
+    assert "| 2 | 2.5/s | 64 | 8 | TTFT | 30.2 |  |  |  |  |" in text
+    assert "Columns that are not read: `comment`." in text
+    assert "tracefit compare" in text
+
+
+@pytest.mark.slow
+def test_the_report_of_a_fitted_run_has_predictions_beside_its_points(new_traces, points, quick, tmp_path):
+    run = new_traces().load().write(tmp_path / "runs/busy")
+    rows = ("1,,64,9,20,10,1,x", "1,,64,9,20,10,8,x")
+    (tmp_path / "runs/bench").mkdir()
+    (tmp_path / "runs/bench/points.csv").write_bytes(points(*rows).read_bytes())
+    tracefit.run([run, tmp_path / "runs/bench"], out=tmp_path / "out", options=quick)
+    text = section_of(tmp_path / "out")
+    compared = tracefit.compare(tmp_path / "out", points(*rows)).points
+    (tpot,) = (each for each in compared[0].latencies if each.name == "tpot_mean")
+    assert f"| TPOT | 10 / {tpot.predicted_us / 1e3:.3g} |" in text
+    assert "Not compared: point 2: it has 8 GPUs of tensor parallelism, the deployment 1." in text
+    before = (tmp_path / "out/report.md").read_bytes()
+    tracefit.report(tmp_path / "out")
+    assert (tmp_path / "out/report.md").read_bytes() == before

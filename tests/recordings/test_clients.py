@@ -13,6 +13,7 @@ import pytest
 import clients
 import tracefit
 from decoding import decoded_block
+from tracefit.errors import DataError
 from tracefit.inputs.blocks import Block, inspect_file
 from tracefit.inputs.files import TraceFile
 from tracefit.recordings import RECORDINGS
@@ -624,3 +625,70 @@ def test_one_request_that_outlasts_its_benchmark_costs_not_the_others(tmp_path):
     result = json.loads(bench_with(plan, duration=max(r.token_s[-1] for r in plan)))
     result["itls"][7][0] = 5e4
     assert decoded(json.dumps(result).encode(), tmp_path).spans.height == 40
+
+
+# -- repeats, and units that nothing else shows -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["per_request_lifecycle_metrics.json", "profile_export.jsonl"])
+def test_a_request_that_a_file_has_twice_counts_once(name, tmp_path):
+    write = clients.FORMS[name]
+    requests = clients.planned(30)
+    once, again = (tmp_path / each for each in ("once", "again"))
+    for folder, some in ((once, requests), (again, [*requests, *requests[:7]])):
+        folder.mkdir()
+        (folder / name).write_bytes(write(some))
+        tracefit.ingest(folder, tmp_path / f"{folder.name}-tables")
+    of_once, of_again = (TableStore(tmp_path / f"{each}-tables") for each in ("once", "again"))
+    columns = ["arrival_ns", "client_ttft_us", "client_e2e_us"]
+    assert of_again.read("requests").select(columns).equals(of_once.read("requests").select(columns))
+    assert of_again.read("timeline").height == of_once.read("timeline").height > 0
+    assert of_again.read("runs")["duplicate_spans"].sum() == 7
+
+
+def test_a_file_and_its_copy_with_repeats_are_the_same_requests(tmp_path):
+    requests = clients.planned(30)
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "a.json").write_bytes(clients.inference_perf(requests))
+    (folder / "b.json").write_bytes(clients.inference_perf([*requests, *requests]))
+    tracefit.ingest(folder, tmp_path / "tables")
+    assert TableStore(tmp_path / "tables").read("requests").height == 30
+
+
+@pytest.mark.parametrize("write", [clients.inference_perf, clients.llmperf, clients.aiperf])
+def test_a_byte_order_mark_hides_no_result(write, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/x.json").write_bytes(b"\xef\xbb\xbf" + write(clients.planned(10)))
+    tracefit.ingest(tmp_path / "run", tmp_path / "tables")
+    assert TableStore(tmp_path / "tables").read("requests").height == 10
+
+
+def test_responses_of_llmperf_that_no_server_takes_ask_for_their_unit(tmp_path):
+    responses = json.loads(clients.llmperf(clients.planned(30)))
+    for each in responses:
+        each["ttft_s"], each["end_to_end_latency_s"] = (
+            1e3 * each["ttft_s"],
+            1e3 * each["end_to_end_latency_s"],
+        )
+    path = tmp_path / "responses.json"
+    path.write_text(json.dumps(responses))
+    with pytest.raises(
+        DataError, match=r"the median time between tokens is 18 s, longer than a step: is it in ms\?"
+    ):
+        tracefit.ingest(path, tmp_path / "tables")
+
+
+def test_a_duration_in_another_unit_than_the_throughput_is_a_reject(tmp_path):
+    path = tmp_path / "sglang.jsonl"
+    result = json.loads(clients.sglang_bench(clients.planned(30)))
+    for name in ("ttfts", "itls"):
+        result[name] = [[1e3 * t for t in v] if isinstance(v, list) else 1e3 * v for v in result[name]]
+    result |= {
+        name: 1e3 * value for name, value in result.items() if name.endswith("_ms") or name == "duration"
+    }
+    path.write_text(json.dumps(result))
+    with pytest.raises(
+        DataError, match=r"duration is about 1,000 times requests over their throughput: is it in ms\?"
+    ):
+        tracefit.ingest(path, tmp_path / "tables")

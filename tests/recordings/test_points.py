@@ -460,7 +460,7 @@ def guidellm_csv_before_0_4(*names):
         "Request latency": (1.5, 1.25, [*range(11)]),
         "Prompt token count": (64.0, 64.0, [64] * 11),
         "Output token count": (16.0, 16.0, [16] * 11),
-        "Time to first token ms": (30.0, 28.0, [*range(20, 31)]),
+        "Time to first token ms": (30.0, 25.0, [*range(20, 31)]),
         "Inter token latency ms": (98.0, 90.0, [*range(90, 101)]),
     }
     head = [
@@ -506,7 +506,7 @@ def test_guidellm_s_csv_of_one_line_of_names_is_read(tmp_path):
     ]
     wanted = {
         "ttft_mean_us": 30e3,
-        "ttft_p50_us": 28e3,
+        "ttft_p50_us": 25e3,
         "ttft_p90_us": 27e3,
         "ttft_p99_us": 29e3,
         "e2e_mean_us": 1.5e6,
@@ -596,3 +596,159 @@ def test_latencies_in_another_unit_than_the_times_of_tokens_are_a_reject(tmp_pat
         content = json.dumps(result | {"latencies": [factor * time for time in lasted]})
         reasons = " ".join(read(content, tmp_path)[1])
         assert fault in reasons if fault else not reasons
+
+
+# -- values of summaries that are wrong ---------------------------------------------------------------------
+
+
+def aiperf_report(**more):
+    return {
+        "aiperf_version": "0.13.0",
+        "request_throughput": {"unit": "requests/sec", "avg": 12.0},
+        "request_latency": {"unit": "ms", "avg": 1_018.0},
+        "request_count": {"unit": "requests", "avg": 200},
+        "time_to_first_token": {"unit": "ms", "avg": 30.0},
+        "inter_token_latency": {"unit": "ms", "avg": 7.8},
+        "output_sequence_length": {"unit": "tokens", "avg": 128.0},
+        "input_config": {"loadgen": {"concurrency": 16}},
+        **more,
+    }
+
+
+def inference_perf_report(**latencies):
+    latency = {"time_to_first_token": of(0.05), "time_per_output_token": of(0.01), **latencies}
+    return {
+        "load_summary": {"requested_rate": 8.0},
+        "successes": {"count": 80, "latency": latency, "output_len": of(46.0)},
+        "failures": {"count": 0},
+    }
+
+
+def llmperf_report(**more):
+    return {
+        "num_concurrent_requests": 4,
+        "results_ttft_s_mean": 0.5,
+        "results_end_to_end_latency_s_mean": 5.0,
+    } | more
+
+
+def guidellm_report(**more):
+    good = {"count": 5, "mean": 20.0, "percentiles": {"p50": 20.0}}
+    metrics = {"time_to_first_token_ms": {"successful": good | more}}
+    return {"metadata": {"guidellm_version": "0.8.1"}, "benchmarks": [{"metrics": metrics, "requests": {}}]}
+
+
+@pytest.mark.parametrize("value", [-3.0, "fast", True, {"a": 1}])
+@pytest.mark.parametrize(
+    "of_value",
+    [
+        lambda v: aiperf_report(time_to_first_token={"unit": "ms", "avg": v}),
+        lambda v: inference_perf_report(time_to_first_token={"mean": v}),
+        lambda v: llmperf_report(results_ttft_s_mean=v),
+        lambda v: guidellm_report(mean=v),
+        lambda v: [{"concurrency": 1, "ttft_ms": v}],
+    ],
+)
+def test_a_wrong_value_of_a_summary_is_a_reject(of_value, value, tmp_path):
+    points, rejects = read(json.dumps(of_value(value)), tmp_path)
+    assert not points
+    (reason,) = rejects
+    assert "is not a number)" in reason or "is out of range)" in reason
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        aiperf_report(zz_new={"of": 1}),
+        {**inference_perf_report(), "zz_new": 1},
+        inference_perf_report(zz_new=of(1.0)),
+        llmperf_report(zz_new=2),
+    ],
+)
+def test_keys_of_a_summary_that_are_new_are_named(content, tmp_path):
+    (point,), rejects = read(json.dumps(content), tmp_path)
+    assert not rejects
+    assert point["unread"] == ["zz_new"]
+
+
+def test_what_the_programs_write_has_no_key_that_is_new(tmp_path):
+    report = gzip.decompress((FIXTURES / "guidellm/guidellm.json.gz").read_bytes())
+    for content in (report, json.dumps(aiperf_report()), guidellm_csv()):
+        points, _ = read(content, tmp_path)
+        assert [point["unread"] for point in points] == [[]] * len(points)
+
+
+@pytest.mark.parametrize(
+    ("row", "fault"),
+    [
+        # 20 ms written as 20,000.
+        (
+            "1,20000,20000,,",
+            "no point (tpot_mean is 2e+04 ms, longer than a step of any server: is its unit another one?)",
+        ),
+        (
+            "1,20,0.02,,",
+            "no point (tpot_mean is 0.02 ms, shorter than a step of any server: is its unit another one?)",
+        ),
+        # Two requests a second that take 4 s are eight at a time.
+        ("8,,,4000,2", None),
+        (
+            "8,,,4000000,2",
+            "no point (e2e_mean is about 1,000 times the concurrency over the throughput: is it in us?)",
+        ),
+        (
+            "8,,,4,2",
+            "no point (e2e_mean is about 1/1,000 of the concurrency over the throughput: is it in s?)",
+        ),
+    ],
+)
+def test_a_unit_that_no_server_or_client_could_have_is_a_reject(row, fault, tmp_path):
+    _, rejects = read(f"concurrency,ttft_ms,tpot_ms,e2e_ms,request_throughput\n{row}\n", tmp_path)
+    assert rejects == ([] if fault is None else [fault])
+
+
+def test_a_client_with_a_rate_may_have_fewer_at_a_time_than_allowed(tmp_path):
+    points, rejects = read("concurrency,request_rate,e2e_ms,request_throughput\n512,2,400,2\n", tmp_path)
+    assert not rejects
+    assert len(points) == 1
+
+
+@pytest.mark.parametrize(
+    ("content", "ttft_ms", "fault"),
+    [
+        ("concurrency;ttft_ms\n1;4,5\n2;30\n", [30], "4,5 may be a decimal or thousands"),
+        ("concurrency;ttft_ms\n1;2,048\n2;30\n", [30], "2,048 may be a decimal or thousands"),
+        ('concurrency,isl,ttft_ms\n1,"2,048",30\n', [30], None),
+        (
+            'concurrency,ttft_ms\n1,"4,5"\n2,30\n',
+            [30],
+            "ttft_ms is not a number: write a point before decimals",
+        ),
+        ("# of Monday\nconcurrency,ttft_ms\n1,30\n# slower\n2,40\n", [30, 40], None),
+        ("| concurrency | ttft_ms |\n| --- | ---: |\n| 1 | 30 |\n| 2 | 40 |\n", [30, 40], None),
+    ],
+)
+def test_numbers_of_a_table_are_never_read_as_others(content, ttft_ms, fault, tmp_path):
+    points, rejects = read(content, tmp_path)
+    assert [point["ttft_mean_us"] / 1e3 for point in points] == ttft_ms
+    assert all(fault in reason for reason in rejects) if fault else not rejects
+    assert len(rejects) == (fault is not None)
+
+
+@pytest.mark.parametrize(
+    ("row", "fault"),
+    [
+        ("1,40,30", "no point (ttft_p50 is above ttft_p99)"),
+        ("1,40,0.05", "no point (ttft_p50 is about 1,000 times ttft_p99: is it in us?)"),
+        ("1,30,30", None),
+    ],
+)
+def test_percentiles_out_of_order_are_a_reject(row, fault, tmp_path):
+    _, rejects = read(f"concurrency,p50_ttft_ms,p99_ttft_ms\n{row}\n", tmp_path)
+    assert rejects == ([] if fault is None else [fault])
+
+
+def test_guidellm_s_csv_may_stand_twice_in_a_file(tmp_path):
+    points, rejects = read(guidellm_csv() * 2, tmp_path)
+    assert not rejects
+    assert [point["concurrency"] for point in points] == [2, 6, 2, 6]

@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import numpy as np
@@ -121,7 +122,7 @@ _REFUSED: Mapping[str, str] = {
     ),
     "step_tracing_rich_subsample_rate": "it changes what is traced, not what the server does",
 }
-_ANSWERED = (
+PLANNED_SETTINGS = (
     *("max_num_seqs", "max_num_batched_tokens", "num_gpu_blocks", "block_size", "max_model_len"),
     *("enable_chunked_prefill", "enable_prefix_caching"),
 )
@@ -347,7 +348,7 @@ def _planned(folder: str | Path, deployment: DeploymentModels, asked: _Asked) ->
     )
     changes = _changes(deployment, asked.settings)
     try:
-        fleet, requests, notes = _fleet(_store(folder), deployment, asked.requests, changes)
+        fleet, requests, notes = _fleet(store_beside(folder), deployment, asked.requests, changes)
         replays = published_replays(folder, deployment)
         without = () if replays else (_NOT_REPLAYED,)
         plan_ = replace(plan_, arrivals=requests.arrivals, load=requests.load, notes=(*notes, *without))
@@ -366,7 +367,7 @@ def _origin(deployment: DeploymentModels) -> dict[str, Any]:
     return {}
 
 
-def _store(folder: str | Path) -> TableStore | None:
+def store_beside(folder: str | Path) -> TableStore | None:
     """Return the tables beside models; null without any."""
     try:
         return TableStore(tables_of(folder))
@@ -401,14 +402,23 @@ def _fleet(
     return fleet, found, (*notes, *more)
 
 
-def server_of(folder: str | Path, deployment: DeploymentModels) -> tuple[Fleet, tuple[str, ...]]:
+def server_of(
+    store: TableStore | None,
+    deployment: DeploymentModels,
+    changes: Mapping[str, object] = MappingProxyType({}),
+) -> tuple[Fleet, tuple[str, ...]]:
     """Return a server of a deployment without requests of its own, and notes on its settings.
 
+    Args:
+        store: The tables that the models were trained on; null without any.
+        deployment: The deployment.
+        changes: Those of `PLANNED_SETTINGS` that differ.
+
     Raises:
-        UsageError: Models are not valid.
+        UsageError: Models are not valid, or a limit of the scheduler is unknown.
         DataError: The model of step times is missing.
     """
-    fleet, _, notes = _fleet(_store(folder), deployment, LoadOptions(prompt=1, output=1), {})
+    fleet, _, notes = _fleet(store, deployment, LoadOptions(prompt=1, output=1), changes)
     _ = fleet.times  # a model that cannot be replayed fails here
     # Notes on the lengths of this request say nothing.
     return fleet, tuple(note for note in notes if "tokens of" not in note)
@@ -618,14 +628,14 @@ def _changes(deployment: DeploymentModels, settings: Mapping[str, object]) -> di
         now = deployment.setting(name)
         if now == value:
             continue
-        if name in _ANSWERED:
+        if name in PLANNED_SETTINGS:
             changes[name] = value
             continue
         stated = f"{name} {now}" if now is not None else f"the {name} that was recorded"
         reason = _REFUSED.get(name, "no rule of the scheduler and no model reads it").format(
             now=stated, servers=named(ServerCountOption)
         )
-        hint = did_you_mean(name, _ANSWERED) or f"a plan answers for {', '.join(_ANSWERED)}"
+        hint = did_you_mean(name, PLANNED_SETTINGS) or f"a plan answers for {', '.join(PLANNED_SETTINGS)}"
         raise UsageError(
             f"{named(ChangesOption)} {key}={value}: {reason}", hint=None if name in _REFUSED else hint
         )

@@ -9,11 +9,14 @@ from typing import TYPE_CHECKING, NamedTuple
 import polars as pl
 
 from tracefit.coefficients.files import read_coefficients, read_evaluation
+from tracefit.coefficients.models import Models
+from tracefit.commands.compare_points import predicted_points, rows_in_order
 from tracefit.commands.predict import parse_numbers
 from tracefit.diagnostics.deployment import diagnose
 from tracefit.diagnostics.groups import US_PER_MS
 from tracefit.errors import TracefitError, UsageError, known_names
 from tracefit.inputs.buckets import place_of
+from tracefit.models.schema import STEP_MODELS
 from tracefit.models.targets import LATENCIES
 from tracefit.options import (
     DeploymentOption,
@@ -27,11 +30,13 @@ from tracefit.progress import NullProgress, Progress
 from tracefit.reports.content import Goodput, build_report
 from tracefit.reports.document import markdown_files, plain
 from tracefit.reports.figures.deployment import DeploymentFigures, deployment_figures
+from tracefit.reports.points import points_section
 from tracefit.reports.sentences import verdicts
 from tracefit.results.models import ReportResult
 from tracefit.results.notebook import draw_with
 from tracefit.tables.client_times import TIMES, with_clients_latencies
 from tracefit.tables.disk import write_files
+from tracefit.tables.points import points_stated
 from tracefit.tables.requests import is_cut_off
 from tracefit.tables.store import TableStore
 from tracefit.text import FIRST_DATE_NS
@@ -44,13 +49,16 @@ if TYPE_CHECKING:
 
     from tracefit.coefficients.documents import CoefficientFile, DeploymentEvaluation, Evaluation
     from tracefit.models.schema import Model
-    from tracefit.reports.document import Report
+    from tracefit.reports.document import Report, Section
+    from tracefit.results.models import ComparedPoint
 
 MAX_PAGE_BYTES = 6_000_000
 """Of these plotly itself takes 4.8 million."""
 
 NO_PAGE = "report.html is left out: it needs plotly and jinja2 (pip install 'tracefit[report]')"
 
+_PREDICTED_POINTS = 20
+"""Points of a benchmark that a report predicts: each is a replay of a second or so."""
 _NOTEBOOK_POINTS = 1000
 _DETAIL = ((250, None), (120, None), (60, None), (60, 8), (60, 4), (60, 2), (60, 0))
 """Points per series, and deployments that are drawn (null for all): the first pair that keeps the page small enough is used."""
@@ -148,6 +156,7 @@ def report_of(
     models = (*beta.models, *alpha.models)
     traced = _traced(evaluation, store) if store is not None else None
     goodput = _goodput(evaluation, store, slo_ms) if store is not None and slo_ms else {}
+    measured = _points(alpha, beta, store) if store is not None else None
     for points, drawn in _DETAIL:
         figures: dict[str, DeploymentFigures] | None = None
         if store is not None:
@@ -157,7 +166,9 @@ def report_of(
                 )
                 for deployment in evaluation.deployments[:drawn]
             }
-        made = build_report(evaluation, alpha, beta, figures, traced=traced, slo_ms=slo_ms, goodput=goodput)
+        made = build_report(
+            evaluation, alpha, beta, figures, traced=traced, slo_ms=slo_ms, goodput=goodput, points=measured
+        )
         # Drawn to know its size, which depends on the numbers of every figure.
         page = _page(made)
         if page is None or len(page.encode()) <= page_bytes:
@@ -167,6 +178,18 @@ def report_of(
             progress.warn(f"the report: {text}")
         _warn_of_other_frames(evaluation, models, figures, progress)
     return DrawnReport(made, page)
+
+
+def _points(alpha: CoefficientFile, beta: CoefficientFile, store: TableStore) -> Section | None:
+    """Return the section on the points of a benchmark in the tables, the first of them with predictions; null without any."""
+    if not points_stated(store.read("runs")):
+        return None
+    rows = rows_in_order(store.read("points"))
+    compared: tuple[ComparedPoint, ...] = ()
+    models = Models((alpha, beta))
+    if any(name in STEP_MODELS for each in models.deployment_ids for name in models.deployment(each).models):
+        compared, _ = predicted_points(store, models, rows[:_PREDICTED_POINTS])
+    return points_section(rows, compared)
 
 
 def _warn_of_other_frames(

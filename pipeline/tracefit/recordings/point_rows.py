@@ -9,6 +9,7 @@ or `itl_s_p50`. A latency whose name has no unit is refused: nothing else shows 
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from contextlib import suppress
@@ -25,7 +26,7 @@ from tracefit.server.settings import SETTINGS, canonical_name
 from tracefit.tables.dialects import NOT_SENT_S, POINT_KEY, POINT_SCOPE
 from tracefit.tables.points import LATENCIES, STATED, STATISTICS, text_of_point
 from tracefit.tables.schema import POINTS
-from tracefit.tables.units import unit_fault
+from tracefit.tables.units import DECODE_STEP_US, unit_fault
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping
@@ -229,6 +230,7 @@ def no_unit(name: str) -> str:
 _TEXT = frozenset(column.name for column in POINTS.columns if column.kind == "string")
 _WHOLE = frozenset(column.name for column in POINTS.columns if column.kind == "int64")
 _BOUNDS = {c.name: (c.least or 0.0, c.most or math.inf) for c in POINTS.columns if c.name in STATED}
+_THOUSANDS = re.compile(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d*)?")
 _NO_NUMBER = frozenset(("", "-", "none", "null", "nan", "n/a", "na", "trace"))
 
 
@@ -242,10 +244,15 @@ def _value_of(name: str, column: str, value: Any, factor: float) -> Any:
         return None
     if column in _TEXT:
         return printable(str(value))[: _MOST_NAME * 4]
+    if isinstance(value, bool):
+        raise msgspec.ValidationError(f"{printable(name)[:_MOST_NAME]} is not a number")
+    if isinstance(value, str) and _THOUSANDS.fullmatch(value.strip()):
+        value = value.replace(",", "")
     try:
-        number = float(str(value).replace(",", "") if isinstance(value, str) else value) * factor
+        number = float(value) * factor
     except (ValueError, TypeError, OverflowError):
-        raise msgspec.ValidationError(f"{printable(name)[:_MOST_NAME]} is not a number") from None
+        way = ": write a point before decimals" if isinstance(value, str) and "," in value else ""
+        raise msgspec.ValidationError(f"{printable(name)[:_MOST_NAME]} is not a number{way}") from None
     if column == "rate_per_s" and (number == math.inf or number <= 0):
         return None
     if math.isnan(number):
@@ -254,6 +261,20 @@ def _value_of(name: str, column: str, value: Any, factor: float) -> Any:
     if not least <= number <= most:
         raise msgspec.ValidationError(f"{printable(name)[:_MOST_NAME]} is out of range")
     return round(number) if column in _WHOLE else number
+
+
+def summed(name: str, column: str, value: Any, factor: float = 1.0) -> Any:
+    """Return a number of a summary for a column of `points`; null for a missing one, and for 0, which says that nothing was measured.
+
+    Raises:
+        msgspec.ValidationError: It is not a number, or out of range.
+    """
+    return _value_of(name, column, value, factor) or None
+
+
+def unread_of(names: Iterable[str]) -> list[str]:
+    """Return names of a summary as they are kept in `unread`."""
+    return [printable(str(name))[:_MOST_NAME] for name in sorted(names)][:_MOST_UNREAD]
 
 
 def point_of(
@@ -318,12 +339,51 @@ def checked(point: Point) -> Point:
             f"e2e_{statistic}", "ttft and the times of the tokens", e2e / max(made, 1e-9), "ms"
         ):
             raise msgspec.ValidationError(fault)
+    if fault := _order_fault(point) or _gap_fault(point) or _crowd_fault(point):
+        raise msgspec.ValidationError(fault)
     served, rate = point.get("requests"), point.get("requests_per_s")
     if served and rate and (lasted := point.get("duration_us")):
         ratio = lasted / 1e6 / (served / rate)
         if fault := unit_fault("the duration", "requests over their throughput", ratio, "s"):
             raise msgspec.ValidationError(fault)
     return point
+
+
+def _order_fault(point: Point) -> str | None:
+    """Return the fault of percentiles of one latency that are not in order."""
+    for latency in LATENCIES:
+        known = [
+            (f"{latency}_{statistic}", value)
+            for statistic in STATISTICS
+            if statistic != "mean" and (value := point.get(f"{latency}_{statistic}_us"))
+        ]
+        for (name, value), (higher, other) in itertools.pairwise(known):
+            if value > other * (1 + 1e-6):
+                return unit_fault(name, higher, value / other, "ms") or f"{name} is above {higher}"
+    return None
+
+
+def _gap_fault(point: Point) -> str | None:
+    """Return the fault of a mean time between tokens that no step takes."""
+    least, most = DECODE_STEP_US
+    for name in ("tpot_mean", "itl_mean"):
+        gap_us = point.get(f"{name}_us")
+        if gap_us and not least <= gap_us <= most:
+            side = "longer" if gap_us > most else "shorter"
+            return f"{name} is {gap_us / 1e3:,.3g} ms, {side} than a step of any server: is its unit another one?"
+    return None
+
+
+def _crowd_fault(point: Point) -> str | None:
+    """Return the fault of requests that take longer, or less, than those under way allow (Little's law)."""
+    slots, rate, e2e_us = (point.get(name) for name in ("concurrency", "requests_per_s", "e2e_mean_us"))
+    if not (slots and rate and e2e_us):
+        return None
+    ratio = rate * e2e_us / 1e6 / slots
+    # A client with a rate may have fewer under way than it is allowed.
+    if point.get("rate_per_s") and ratio < 1:
+        return None
+    return unit_fault("e2e_mean", "the concurrency over the throughput", ratio, "ms")
 
 
 # -- spans of points ----------------------------------------------------------------------------------------

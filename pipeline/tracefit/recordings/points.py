@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 _PROGRAM = "table"
 _DELIMITERS = (b",", b";", b"\t", b"|")
 _MOST_HEADER = 16 << 10
+_RULE, _COMMA = re.compile(r":?-+:?"), re.compile(r"[-+]?\d+(?:,\d+)+")
 _JSON_LATENCY = re.compile(
     rb'"[^"\\]{0,40}(?:ttft|tpot|itl|time_to_first_token|time_per_output_token|inter_token_latency|e2el?)[^"\\]{0,40}"\s*:',
     re.IGNORECASE,
@@ -44,9 +45,11 @@ _NESTED = ("settings", "config", "server", "args")
 
 def _header(head: bytes) -> tuple[bytes, bytes]:
     """Return the first line that is not empty, and what divides its names; empty if it names no point."""
-    line = next((item for item in head[:_MOST_HEADER].removeprefix(BOM).splitlines() if item.strip()), b"")
+    lines = head[:_MOST_HEADER].removeprefix(BOM).splitlines()
+    line = next((item for item in lines if item.strip() and not item.startswith(b"#")), b"")
     for delimiter in _DELIMITERS:
-        fields = [field.decode("utf-8", "replace").strip(" \"'") for field in line.split(delimiter)]
+        inside = line.strip().strip(b"|") if delimiter == b"|" else line
+        fields = [field.decode("utf-8", "replace").strip(" \"'") for field in inside.split(delimiter)]
         if len(fields) > 1 and _is_of_points(fields):
             return line, delimiter
     return b"", b""
@@ -85,26 +88,45 @@ def _csv_parts(payload: bytes) -> PointParts:
     names: list[str] = []
     rows = 0
     for item in records(payload, "lines"):
-        if not names and item.payload.strip() != line.strip():
+        if item.payload.startswith(b"#") or (not names and item.payload.strip() != line.strip()):
             continue
         try:
-            text = item.payload.decode()
-            (fields,) = csv.reader([text], delimiter=delimiter.decode(), skipinitialspace=True)
+            fields = _fields(item.payload, delimiter)
         except (csv.Error, ValueError):
             yield item.offset, item.payload, partial(_refuse, "no row of a table")
             continue
-        fields = [field.strip() for field in fields]
         if not names:
             names = _checked_names(fields)
-        elif len(fields) != len(names):
+        elif fields != names and not all(_RULE.fullmatch(field) for field in fields):
+            # Tables may stand one behind another, and Markdown has a rule below the names.
             rows += 1
-            fault = f"{len(fields)} fields below {len(names)} names"
-            yield item.offset, item.payload, partial(_refuse, fault)
-        elif fields != names:  # tables may stand one behind another
-            rows += 1
-            yield item.offset, item.payload, partial(_points_in, dict(zip(names, fields, strict=True)))
+            fault = _row_fault(fields, names, delimiter)
+            read = (
+                partial(_refuse, fault)
+                if fault
+                else partial(_points_in, dict(zip(names, fields, strict=True)))
+            )
+            yield item.offset, item.payload, read
     if not rows:
         yield 0, payload, partial(_refuse, "a table without rows")
+
+
+def _fields(line: bytes, delimiter: bytes) -> list[str]:
+    text = line.decode()
+    if delimiter == b"|":  # Markdown has one at both ends
+        text = text.strip().strip("|")
+    (fields,) = csv.reader([text], delimiter=delimiter.decode(), skipinitialspace=True)
+    return [field.strip() for field in fields]
+
+
+def _row_fault(fields: list[str], names: list[str], delimiter: bytes) -> str | None:
+    """Return the fault of a row; null if it has none."""
+    if len(fields) != len(names):
+        return f"{len(fields)} fields below {len(names)} names"
+    # A program that divides fields by semicolons writes decimals, or thousands, with commas.
+    if delimiter == b";" and (number := next(filter(_COMMA.fullmatch, fields), None)):
+        return f"{number} may be a decimal or thousands: write a point before decimals, and nothing between thousands"
+    return None
 
 
 def _checked_names(names: list[str]) -> list[str]:

@@ -28,7 +28,7 @@ from tracefit.models.frames import evaluated
 from tracefit.replay.arrivals import GAP_BLOCK
 from tracefit.replay.decoding import TabledDecoding
 from tracefit.replay.models import FittedStepTimes, admission_us
-from tracefit.replay.run import RequestLoad, replay
+from tracefit.replay.run import RequestLoad, TokenGaps, replay, token_gaps
 from tracefit.results.plans import Objective, PlannedLatency, PlanPoint
 from tracefit.statistics import monotone, percentile
 
@@ -158,7 +158,7 @@ def carried_per_s(finished_ns: Integers, tokens: Matrix, mean_tokens: Sequence[f
 # -- one rate --------------------------------------------------------------------------------------------
 
 
-class _Recorder:
+class BatchRecorder:
     """A model of step times, each times a factor, that records the requested batches and the mean time of their steps."""
 
     def __init__(self, times: StepTimeModel, factor: float = 1.0) -> None:
@@ -166,11 +166,13 @@ class _Recorder:
         self.batches: list[tuple[StepBatch, float]] = []
 
     def step(self, batch: StepBatch) -> float:
+        """Return the time of a step, and keep both."""
         time = self.factor * self.times.step(batch)
         self.batches.append((batch, time))
         return time
 
     def decoding(self, batch: StepBatch, steps: int, growth: float) -> Vector:
+        """Return the times of consecutive steps, and keep their first batch with the mean."""
         times = self.times.decoding(batch, steps, growth)
         if self.factor != 1:
             times = self.factor * times
@@ -191,6 +193,7 @@ class Simulated:
         outside_pct: Share of the busy time outside the training, in percent.
         outside: Names, values and training ranges of the features outside.
         sampled: Requests that the lengths were drawn from; infinite if they are the lengths of the load.
+        gaps: Times between two tokens of a request, see `token_gaps`.
     """
 
     rate: float
@@ -201,6 +204,7 @@ class Simulated:
     outside_pct: float
     outside: tuple[str, ...]
     sampled: float
+    gaps: TokenGaps | None = None
     _known: dict[tuple[str, bool], float] = field(default_factory=dict, compare=False, repr=False)
     """Ends that were computed: every point of a curve asks for those of all points."""
 
@@ -331,7 +335,7 @@ class Fleet:
         arrival, output = drawn.arrival_us / rate * 1e6, drawn.output_tokens
         load = replace(drawn, arrival_us=arrival)
         admission = admission_us(self.deployment.models.get("alpha.admission"), arrival, load.prompt_tokens)
-        recorder = _Recorder(self.times, self.pace)
+        recorder = BatchRecorder(self.times, self.pace)
         replayed = replay(load, recorder, self.settings, admission_us=admission)
         e2e = replayed.last_us - arrival
         counts = _steady(arrival, e2e)
@@ -342,6 +346,8 @@ class Fleet:
         ends = np.clip(replayed.last_us, 0, arrival[-1])
         batches = _batches(recorder.batches, replayed.steps, self.settings.tokens_per_step)
         outside_pct, outside = self.law.outside(batches)
+        gaps = token_gaps(replayed.steps, [batch.decode_reqs for batch, _ in recorder.batches])
+        steady = gaps.within(float(arrival[counts].min()), float(replayed.last_us[counts].max()))
         return Simulated(
             rate,
             {"ttft": (replayed.first_us - arrival)[counts], "itl": itl[several], "e2e": e2e[counts]},
@@ -351,6 +357,7 @@ class Fleet:
             outside_pct,
             outside,
             len(self.sample.output_tokens) if self.sample.is_sample else math.inf,
+            None if self.settings.tokens_per_step > 1 else steady,
         )
 
 

@@ -12,16 +12,19 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from tracefit.errors import DataError
 from tracefit.replay.engine import ReplayedRequest, ReplayEngine
 from tracefit.replay.models import admission_us
-from tracefit.replay.plan import TrafficSample
-from tracefit.statistics import percentile
+from tracefit.replay.plan import BatchRecorder, TrafficSample
+from tracefit.replay.run import token_gaps
+from tracefit.statistics import percentile, percentile_of_counts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from tracefit.replay.plan import Fleet
-    from tracefit.statistics import Vector
+    from tracefit.replay.run import TokenGaps
+    from tracefit.statistics import Integers, Vector
 
 _ROUNDS, _LEAST_REQUESTS, _MOST_REQUESTS = 10, 200, 4_000
 """Requests of a replay: so many for each that runs at a time, and at least and at most so many; those of the benchmark if it says."""
@@ -45,8 +48,35 @@ class PointLoad(NamedTuple):
     requests: int | None = None
 
 
-def latencies_at(fleet: Fleet, load: PointLoad) -> dict[str, Vector]:
-    """Return ttft, tpot and e2e of each request, and itl as the mean over all tokens, in us.
+class ReplayedLatency(NamedTuple):
+    """A latency of a load.
+
+    Attributes:
+        values_us: Its values, shape (n,).
+        counts: How often each occurs, shape (n,); null for once.
+        has_percentiles: Whether its percentiles are known; if not, only its mean is.
+    """
+
+    values_us: Vector
+    counts: Integers | None = None
+    has_percentiles: bool = True
+
+    def statistic_us(self, name: str) -> float | None:
+        """Return the mean, or a percentile such as `p90`; null where it is not known."""
+        if not len(self.values_us) or not (name == "mean" or self.has_percentiles):
+            return None
+        if name == "mean":
+            return float(np.average(self.values_us, weights=self.counts))
+        q = float(name[1:])
+        if self.counts is None:
+            return percentile(self.values_us, q)
+        return percentile_of_counts(self.values_us, self.counts, q)
+
+
+def latencies_at(fleet: Fleet, load: PointLoad) -> dict[str, ReplayedLatency]:
+    """Return ttft, tpot and e2e of each request, and itl of each token after a first one.
+
+    Percentiles of itl are not known where a step gives a request several tokens: clients see them at once, or one by one.
 
     Args:
         fleet: The server; its own requests are not used.
@@ -58,29 +88,25 @@ def latencies_at(fleet: Fleet, load: PointLoad) -> dict[str, Vector]:
     lengths = (np.array([load.prompt_tokens]), np.array([load.output_tokens]))
     sample = TrafficSample(*lengths, np.zeros(1, dtype=np.int64))
     fleet = replace(fleet, sample=sample, carried_per_s=None, _known={})
-    several = load.output_tokens > 1
     if load.rate_per_s is not None:
         count = min(max(load.requests or 0, _LEAST_REQUESTS), _MOST_REQUESTS)
-        found = fleet.at(1, load.rate_per_s, count).latencies
+        simulated = fleet.at(1, load.rate_per_s, count)
+        found, gaps = simulated.latencies, simulated.gaps
         times = {"ttft": found["ttft"], "tpot": found["itl"], "e2e": found["e2e"]}
     else:
-        times = _in_turn(fleet, load)
-    gaps = times["tpot"]
-    return times | {
-        "tpot": gaps if several else gaps[:0],
-        "itl": gaps.mean(keepdims=True) if several else gaps[:0],
-    }
+        times, gaps = _in_turn(fleet, load)
+    if load.output_tokens <= 1:
+        times, gaps = times | {"tpot": times["tpot"][:0]}, None
+    itl = (
+        ReplayedLatency(times["tpot"], has_percentiles=False)
+        if gaps is None
+        else ReplayedLatency(gaps.gaps_us, gaps.counts)
+    )
+    return {name: ReplayedLatency(values) for name, values in times.items()} | {"itl": itl}
 
 
-def statistic_us(values: Vector, statistic: str) -> float | None:
-    """Return the mean of some times, or a percentile such as `p90`; null without any."""
-    if not len(values):
-        return None
-    return float(values.mean()) if statistic == "mean" else percentile(values, float(statistic[1:]))
-
-
-def _in_turn(fleet: Fleet, load: PointLoad) -> dict[str, Vector]:
-    """Return the latencies of requests that are each sent when another one ends."""
+def _in_turn(fleet: Fleet, load: PointLoad) -> tuple[dict[str, Vector], TokenGaps | None]:
+    """Return the latencies of requests that are each sent when another one ends, and the times between their tokens."""
     slots = load.concurrency or 1
     asked = load.requests or max(_ROUNDS * slots, _LEAST_REQUESTS)
     count = min(max(asked, slots), max(_MOST_REQUESTS, 2 * slots))
@@ -95,20 +121,36 @@ def _in_turn(fleet: Fleet, load: PointLoad) -> dict[str, Vector]:
     first, last = (np.array([getattr(r, name) for r in sent]) for name in ("first_us", "last_us"))
     sent_us = np.array([r.queued_us for r in sent]) - way_us
     # Without the number of the benchmark's requests, its first ones, which come together, count for less than in a long one.
+    if np.isnan(last).all():
+        raise DataError(
+            f"requests of {load.prompt_tokens:,} and {load.output_tokens:,} tokens are never served: they need more KV blocks or a larger "
+            "token budget than the server has"
+        )
     counts = ~np.isnan(last) & (np.arange(count) >= (0 if load.requests else slots))
     tpot = (last - first) / max(load.output_tokens - 1, 1)
     times = {"ttft": first - sent_us, "tpot": tpot, "e2e": last - sent_us}
-    return {name: values[counts] for name, values in times.items()}
+    gaps = token_gaps(engine.steps, engine.decoding)
+    # Those after the first requests have ended.
+    begin_us = float(first[counts].min()) if counts.any() else 0.0
+    steady = None if fleet.settings.tokens_per_step > 1 else gaps.within(begin_us, float("inf"))
+    return {name: values[counts] for name, values in times.items()}, steady
 
 
 class _ClosedLoop(ReplayEngine):
     """An engine whose client sends the next request as soon as one ends."""
 
     def __init__(self, fleet: Fleet, most_blocks: int, way_us: float) -> None:
-        super().__init__(fleet.times, fleet.settings, most_blocks, shares_prefixes=False)
+        times = BatchRecorder(fleet.times)
+        super().__init__(times, fleet.settings, most_blocks, shares_prefixes=False)
+        self._batches = times.batches
         self._way_us = way_us
         self._left = deque[tuple[int, int]]()
         self._sent: list[ReplayedRequest] = []
+
+    @property
+    def decoding(self) -> list[int]:
+        """Requests that decode in each group of steps."""
+        return [batch.decode_reqs for batch, _ in self._batches]
 
     def serve(self, lengths: Sequence[tuple[int, int]], slots: int) -> list[ReplayedRequest]:
         """Serve requests of some prompts and outputs, so many at a time, and return them in the order of sending."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -11,6 +11,8 @@ from tracefit.replay.counted import CountedEngine
 from tracefit.replay.engine import VLLM_RULES, ReplayedRequest
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from tracefit.replay.engine import EngineSettings, SchedulerRules, StepGroup, StepTimeModel
     from tracefit.statistics import Integers, Vector
 
@@ -100,3 +102,33 @@ def replay(
         engine.preemptions,
         tuple(engine.steps),
     )
+
+
+class TokenGaps(NamedTuple):
+    """Times between two tokens of a request: a step gives one to every request that decodes, and all of them wait for it.
+
+    Attributes:
+        ends_us: When each step ends, shape (n,).
+        gaps_us: Since the step before it ended, shape (n,).
+        counts: Requests that decode in it, shape (n,).
+    """
+
+    ends_us: Vector
+    gaps_us: Vector
+    counts: Integers
+
+    def within(self, begin_us: float, end_us: float) -> TokenGaps:
+        """Return those of the steps that end between two times."""
+        is_within = (self.ends_us >= begin_us) & (self.ends_us <= end_us)
+        return TokenGaps(self.ends_us[is_within], self.gaps_us[is_within], self.counts[is_within])
+
+
+def token_gaps(steps: Sequence[StepGroup], decoding: Sequence[int]) -> TokenGaps:
+    """Return the times between tokens from the groups of steps of a replay, and the requests that decode in each group.
+
+    A request decodes only after a step that gave it a token, so that no idle time is in a gap. One that is preempted waits for longer.
+    """
+    ends = np.concatenate([np.zeros(0), *(ends for ends, _, _ in steps)])
+    counts = np.repeat(np.asarray(decoding, dtype=np.int64), [len(ends) for ends, _, _ in steps])
+    decodes = counts > 0
+    return TokenGaps(ends[decodes], np.diff(ends, prepend=0.0)[decodes], counts[decodes])

@@ -134,11 +134,13 @@ def build_report(
     traced: tuple[int, int] | None = None,
     slo_ms: Mapping[str, float] = MappingProxyType({}),
     goodput: Mapping[str, Goodput] = MappingProxyType({}),
+    points: Section | None = None,
 ) -> Report:
     """Build the whole report.
 
     `figures` are those of the drawn deployments, by deployment id, and null without tables; `traced` is the first and the last time of
-    the traces in Unix nanoseconds. `slo_ms` are objectives, and `goodput` counts the requests of each run that met all of them.
+    the traces in Unix nanoseconds. `slo_ms` are objectives, and `goodput` counts the requests of each run that met all of them. `points` is
+    the section on points of a benchmark.
     """
     models = {(m.deployment_id, m.name): m for m in (*beta.models, *alpha.models)}
     settings = {
@@ -164,6 +166,7 @@ def build_report(
     ]
     data = kept(
         "" if has_tables else _NO_TABLES,
+        points,
         section("Data", *_data_parts(evaluation), folded=True),
         _across(evaluation),
         section("Terms", table(("term", "meaning"), _TERMS.items()), folded=True),

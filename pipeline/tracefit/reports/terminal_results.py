@@ -751,11 +751,13 @@ def _changed_lines(one: models.ModelComparison) -> list[str]:
 
 
 _POINT_HEAD = ("point", "load", "prompt", "output", "ms", "measured", "predicted", "error %")
+_OF_DEPLOYMENT = "deployment"
 
 
 def _point_lines(points: Sequence[models.ComparedPoint]) -> Iterator[str]:
     """Yield the points of a benchmark with predictions, and those that are not compared with the reason."""
     rows = []
+    is_of_several = len({point.deployment_id for point in points if point.deployment_id}) > 1
     for point in points:
         load = (
             f"{number(point.concurrency)} at a time"
@@ -767,8 +769,9 @@ def _point_lines(points: Sequence[models.ComparedPoint]) -> Iterator[str]:
             name = each.name.replace("_", " ").replace("ttft", "TTFT").replace("tpot", "TPOT")
             name = name.replace("itl", "ITL").replace("e2e", "E2E")
             values = (each.measured_us / 1e3, each.predicted_us / 1e3, each.error_pct)
-            rows.append((*(facts if n == 0 else ("",) * len(facts)), name, *map(number, values)))
-    yield columns(_POINT_HEAD, rows)
+            of = (point.deployment_id or "" if n == 0 else "",) if is_of_several else ()
+            rows.append((*(facts if n == 0 else ("",) * len(facts)), name, *map(number, values), *of))
+    yield columns((*_POINT_HEAD, *([_OF_DEPLOYMENT] if is_of_several else [])), rows)
     yield from (
         _wrapped(f"point {point.number} ({point.file}) is not compared: {point.reason}", "  ")
         for point in points

@@ -367,6 +367,7 @@ class ComparedPoint:
         output_tokens: Mean output.
         latencies: Measured and predicted.
         reason: Why it is not compared; null if it is.
+        deployment_id: The deployment whose models predict it; null if none does.
     """
 
     number: int
@@ -378,6 +379,7 @@ class ComparedPoint:
     output_tokens: float | None
     latencies: tuple[ComparedLatency, ...] = ()
     reason: str | None = None
+    deployment_id: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,9 +83,12 @@ def model_doubts(
     for server, service, model, spans in named:
         models[service, server][model] += spans
     mixed, possible = [], []
-    own = {_plain(name) for name in known}
+    own = {plain_model_name(name) for name in known}
     # Aliases of one model, which the settings state, are one name.
-    names = {each: {"" if _plain(m) in own else _plain(m) for m in models[each]} for each in models}
+    names = {
+        each: {"" if plain_model_name(m) in own else plain_model_name(m) for m in models[each]}
+        for each in models
+    }
     apart = next(((a, b) for a, b in combinations(names, 2) if not names[a] & names[b]), None)
     if apart and not has_adapters:
         services = Counter(service for service, _ in models)
@@ -128,7 +131,7 @@ def _shown(name: str) -> str:
     return printable(name[:_MOST_CHARS])
 
 
-def _plain(name: str) -> str:
+def plain_model_name(name: str) -> str:
     """Return the name of a model without its folder or organisation: a path, a name of a hub and a short one may be of one model."""
     parts = [part for part in name.casefold().split("/") if part]
     cached = next((part for part in parts if part.startswith("models--")), None)
@@ -144,7 +147,7 @@ def _is_other(model: str, config: str) -> bool:
 
 
 def _kind_of(name: str) -> tuple[set[str], set[str]]:
-    words = _WORDS.findall(_plain(name))
+    words = _WORDS.findall(plain_model_name(name))
     sizes = {word for word in words if word[0].isdigit()}
     families = {
         family

@@ -60,7 +60,7 @@ def unit_question(power: int, unit: str) -> str:
 _LEAST_STEPS = 8
 """Fewest steps of a server whose times are compared with the time that passed."""
 
-_DECODE_STEP_US = (50.0, 5e6)
+DECODE_STEP_US = (50.0, 5e6)
 """Times that a step of output tokens alone takes on any server: launching its kernels takes longer, reading its weights takes less."""
 
 
@@ -106,7 +106,7 @@ def step_unit_faults(pieces: Iterable[pl.DataFrame]) -> pl.DataFrame:
         _SOURCE, pl.sum("steps", "timed"), pl.median("cycle_us")
     )
     for server, source, steps, timed, cycle_us in of_untimed.iter_rows():
-        least, most = _DECODE_STEP_US
+        least, most = DECODE_STEP_US
         if not timed and steps >= _LEAST_STEPS and not least <= cycle_us <= most:
             rows.append((server, "cycle_us", _untimed_fault(_fields(source), cycle_us)))
     return pl.DataFrame(rows, dict.fromkeys(("server", "column", "reason"), pl.String), orient="row")

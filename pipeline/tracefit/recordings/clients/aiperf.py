@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
+from tracefit.inputs.framing import BOM
 from tracefit.recordings.clients.base import (
     POINTS,
     REQUESTS,
@@ -31,7 +32,7 @@ from tracefit.recordings.clients.base import (
     require_unit,
     tokens_since,
 )
-from tracefit.recordings.point_rows import checked
+from tracefit.recordings.point_rows import checked, summed, unread_of
 from tracefit.recordings.requests import from_json
 
 if TYPE_CHECKING:
@@ -122,6 +123,37 @@ _SUMMED = {
     "inter_token_latency": "tpot",
     "request_latency": "e2e",
 }
+_COUNTED = {
+    "input_sequence_length": "prompt_tokens",
+    "output_sequence_length": "output_tokens",
+    "request_throughput": "requests_per_s",
+    "output_token_throughput": "output_tokens_per_s",
+    "request_count": "requests",
+    "error_request_count": "failed_requests",
+}
+_KNOWN = frozenset(
+    (
+        *(
+            "schema_version",
+            "aiperf_version",
+            "benchmark_id",
+            "telemetry_data",
+            "telemetry_stats",
+            "input_config",
+        ),
+        *(
+            "run_info",
+            "was_cancelled",
+            "is_complete",
+            "incomplete_reason",
+            "error_summary",
+            "start_time",
+            "end_time",
+        ),
+        *("warmup_metrics", "branch_stats", "records"),
+    )
+)
+"""Keys that are known and not kept, beside metrics: all that have a unit."""
 _WRITTEN_BY = {
     "aiperf": "aiperf profile, as profile_export.jsonl",
     "genai-perf": "genai-perf profile, as profile_export.json",
@@ -130,7 +162,9 @@ _WRITTEN_BY = {
 
 def _metric(report: dict[str, Any], name: str) -> dict[str, Any]:
     found = report.get(name)
-    return found if isinstance(found, dict) else {}
+    if found is not None and not isinstance(found, dict):
+        raise msgspec.ValidationError(f"{name} is not a number")
+    return found or {}
 
 
 def _summary(payload: bytes, folder: str) -> Iterable[Point]:
@@ -146,7 +180,11 @@ def _summary(payload: bytes, folder: str) -> Iterable[Point]:
         "program": f"{program}, {phase}" if phase == _WARM_UP else program,
         "requests_written_by": _WRITTEN_BY[program],
         "settings": {},
-        "unread": [],
+        "unread": unread_of(
+            name
+            for name, value in report.items()
+            if name not in _KNOWN and not (isinstance(value, dict) and "unit" in value)
+        ),
     }
     for name, latency in _SUMMED.items():
         metric = _metric(report, name)
@@ -156,17 +194,10 @@ def _summary(payload: bytes, folder: str) -> Iterable[Point]:
         if unit not in _UNITS:
             raise msgspec.ValidationError(f"{name} of an unknown unit")
         for statistic in ("mean", "p50", "p90", "p95", "p99"):
-            if value := number_of(metric.get("avg" if statistic == "mean" else statistic)):
-                point[f"{latency}_{statistic}_us"] = value * _UNITS[unit] * 1e6
-    for name, column in (
-        ("input_sequence_length", "prompt_tokens"),
-        ("output_sequence_length", "output_tokens"),
-        ("request_throughput", "requests_per_s"),
-        ("output_token_throughput", "output_tokens_per_s"),
-    ):
-        point[column] = number_of(_metric(report, name).get("avg")) or None
-    for name, column in (("request_count", "requests"), ("error_request_count", "failed_requests")):
-        point[column] = round(number_of(_metric(report, name).get("avg"))) or None
+            key, column = "avg" if statistic == "mean" else statistic, f"{latency}_{statistic}_us"
+            point[column] = summed(f"{name}.{key}", column, metric.get(key), _UNITS[unit] * 1e6)
+    for name, column in _COUNTED.items():
+        point[column] = summed(f"{name}.avg", column, _metric(report, name).get("avg"))
     models = [v for name in ("model_names", "model", "models") for v in _values_of(config, name)]
     models += [v for held in _values_of(config, "models") for v in _values_of(held, "name")]
     named = next((v for m in models for v in (m if isinstance(m, list) else [m]) if isinstance(v, str)), None)
@@ -232,7 +263,7 @@ _KEYS = [
 
 
 def _find_summary(head: bytes) -> tuple[Shape, Encoding] | None:
-    is_one = head.lstrip().startswith(b"{") and all(key.search(head) for key in _KEYS)
+    is_one = head.removeprefix(BOM).lstrip().startswith(b"{") and all(key.search(head) for key in _KEYS)
     return ("document", "json") if is_one else None
 
 

@@ -14,6 +14,7 @@ import numpy as np
 import polars as pl
 
 from tracefit.inputs.formats import Recording, register
+from tracefit.inputs.framing import BOM
 from tracefit.recordings.blocks import MOST_S, RecordedBlock
 from tracefit.recordings.point_rows import read_points, spans_of_points
 from tracefit.recordings.requests import as_spans, first_keys, from_json, lines_of, read_parts, seconds_to_ns
@@ -191,17 +192,20 @@ def decoder(
 
     def decode(block: Block, payload: bytes, rejects: Rejects) -> RecordedBlock:
         rows = read_parts(block, payload, parts, f"no request of {name}", rejects)
-        digests = _digests([row for _, row in rows])
-        requests = pl.DataFrame(
-            [(offset, *row) for offset, row in rows],
-            schema={"source_offset": pl.Int64, **CLIENT_REQUESTS},
-            orient="row",
+        requests = _numbered(
+            pl.DataFrame(
+                [(offset, *row) for offset, row in rows],
+                schema={"source_offset": pl.Int64, **CLIENT_REQUESTS},
+                orient="row",
+            )
         )
+        is_first = requests["is_first"].to_list()
+        digests = _digests([row for (_, row), first in zip(rows, is_first, strict=True) if first])
         # Of benchmarks with equal contents, the first one has steps.
         different = {digest: number for number, digest in reversed(digests.items())}
         digest = pl.Series([digests[row[0]] for _, row in rows], dtype=pl.String)
         requests = _on_wall_clock(requests).with_columns(digest=digest)
-        once = requests.filter(pl.col("benchmark").is_in(list(different.values())))
+        once = requests.filter("is_first", pl.col("benchmark").is_in(list(different.values())))
         keys = partial(first_keys, payload, parts)
         spans = requests_seen(requests)
         if points is not None:
@@ -213,6 +217,34 @@ def decoder(
         return RecordedBlock(_steps_of_each(once), spans, keys)
 
     return decode
+
+
+def _numbered(requests: pl.DataFrame) -> pl.DataFrame:
+    """Return requests (`CLIENT_REQUESTS`) with their `number` in the benchmark, and whether they come there for the first time.
+
+    A request that a file has twice has one number: it was sent at the same time, and took as long for every token. Without an id, one
+    that failed, or whose time of sending is not stated, may be like another one.
+    """
+    told = [name for name in CLIENT_REQUESTS if name != "token_s"]
+    known = requests.with_columns(
+        row=pl.int_range(pl.len()).over("benchmark"),
+        sum_s=pl.col("token_s").list.sum(),
+        is_told=pl.col("request_id").is_not_null()
+        | (
+            ~pl.col("error")
+            & pl.col("last_s").is_not_null()
+            & pl.col("start_s").is_between(0, NOT_SENT_S, closed="none")
+        ),
+    )
+    first = pl.when("is_told").then(pl.col("row").first().over([*told, "sum_s", "is_told"])).otherwise("row")
+    numbered = known.with_columns(number=first).with_columns(is_first=pl.col("number") == pl.col("row"))
+    # Numbers without gaps, so that the rest has those that it has in a file without the repeats.
+    dense = (pl.col("is_first").cum_sum() - 1).over("benchmark").alias("dense")
+    return (
+        numbered.with_columns(dense)
+        .with_columns(number=pl.col("dense").filter("is_first").first().over("benchmark", "number"))
+        .drop("row", "sum_s", "is_told", "dense")
+    )
 
 
 def _at_path(points: Callable[[bytes, str], PointParts], path: str, payload: bytes) -> PointParts:
@@ -234,10 +266,10 @@ def _steps_of_each(requests: pl.DataFrame) -> pl.DataFrame:
 
 
 def requests_seen(requests: pl.DataFrame) -> pl.DataFrame:
-    """Return requests of a client (`CLIENT_REQUESTS`, and the `digest` of their benchmark) as spans.
+    """Return requests of a client (`CLIENT_REQUESTS`, their `number` and the `digest` of their benchmark) as spans.
 
     One that failed has no times, and one of a warm-up no latencies. Their ids are those of the benchmark and of the request in it,
-    wherever they are read.
+    wherever they are read, so that one that a file has twice counts once.
     """
     is_good = ~pl.col("error") & (pl.col("first_s").fill_null(0) <= pl.col("last_s"))
     counts = is_good & pl.col("is_result")
@@ -259,8 +291,7 @@ def requests_seen(requests: pl.DataFrame) -> pl.DataFrame:
         start_unix_ns=start,
         end_unix_ns=start + seconds_to_ns(last.fill_null(0.0)),
     )
-    number = pl.int_range(pl.len()).over("benchmark")
-    spans = as_spans(rows, CLIENT_SCOPE, CLIENT_KEYS.values(), number)
+    spans = as_spans(rows, CLIENT_SCOPE, CLIENT_KEYS.values(), pl.col("number"))
     return spans.with_columns(trace_id=rows["digest"] + spans["trace_id"])
 
 
@@ -314,7 +345,12 @@ def _odd_share(tokens: pl.DataFrame) -> float:
 def finder(shape: Shape, *patterns: bytes) -> Callable[[bytes], tuple[Shape, Encoding] | None]:
     """Return a function that recognises content whose beginning has every one of some patterns."""
     keys = [re.compile(pattern) for pattern in patterns]
-    return lambda head: (shape, "json") if all(key.search(head) for key in keys) else None
+
+    def find(head: bytes) -> tuple[Shape, Encoding] | None:
+        content = head.removeprefix(BOM)
+        return (shape, "json") if all(key.search(content) for key in keys) else None
+
+    return find
 
 
 REQUESTS = (

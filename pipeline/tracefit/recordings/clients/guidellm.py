@@ -27,7 +27,7 @@ from tracefit.recordings.clients.base import (
     number_of,
     refuse,
 )
-from tracefit.recordings.point_rows import checked
+from tracefit.recordings.point_rows import checked, summed, unread_of
 from tracefit.recordings.requests import TokenCount, from_json
 from tracefit.server.documents import parse_yaml_object
 from tracefit.tables.dialects import NOT_SENT_S
@@ -170,6 +170,58 @@ _SUMMED = {
     "request_latency": ("e2e", 1e6),
 }
 
+_MEANS = {
+    "prompt_token_count": "prompt_tokens",
+    "output_token_count": "output_tokens",
+    "requests_per_second": "requests_per_s",
+    "output_tokens_per_second": "output_tokens_per_s",
+}
+_KNOWN = frozenset(
+    (
+        *(
+            "type_",
+            "config",
+            "scheduler_state",
+            "scheduler_metrics",
+            "metrics",
+            "requests",
+            "warnings",
+            "start_time",
+        ),
+        *(
+            "end_time",
+            "duration",
+            "warmup_duration",
+            "cooldown_duration",
+            "id_",
+            "run_id",
+            "args",
+            "run_stats",
+            "worker",
+        ),
+        *("request_loader", "extras", "request_totals", "request_samples", "benchmark"),
+        *(
+            "text",
+            "image",
+            "video",
+            "audio",
+            "tool_call",
+            "turns",
+            "root_dispatch_delay",
+            "slo_determined_requests",
+            "slo_attainment",
+            "request_goodput",
+        ),
+        *(
+            "request_dispatch_delay",
+            "turn_predecessor_delay",
+            "turn_scheduling_delay",
+            "request_scheduled_latency",
+        ),
+    )
+)
+"""Keys of a benchmark and of its metrics that are known and not kept, beside metrics that are given by status."""
+
 
 def _of_good(metrics: dict[str, Any], name: str) -> dict[str, Any]:
     found = metrics.get(name)
@@ -182,26 +234,28 @@ def _point(text: bytes) -> Iterable[Point]:
     metrics = benchmark.get("metrics")
     if not isinstance(metrics, dict) or not any(_of_good(metrics, name) for name in _SUMMED):
         return []  # nothing succeeded
-    point: Point = {"program": PROGRAM, "requests_written_by": _WRITTEN_BY, "settings": {}, "unread": []}
+    kept = {name for name, value in metrics.items() if isinstance(value, dict) and "successful" in value}
+    point: Point = {
+        "program": PROGRAM,
+        "requests_written_by": _WRITTEN_BY,
+        "settings": {},
+        "unread": unread_of([*(benchmark.keys() - _KNOWN), *(metrics.keys() - kept - _KNOWN)]),
+    }
     for name, (latency, factor) in _SUMMED.items():
         good = _of_good(metrics, name)
         percentiles = good.get("percentiles")
         values = {"mean": good.get("mean"), **(percentiles if isinstance(percentiles, dict) else {})}
         for statistic in ("mean", "p50", "p90", "p95", "p99"):
-            if value := number_of(values.get(statistic)):
-                point[f"{latency}_{statistic}_us"] = value * factor
-    for name, column in (("prompt_token_count", "prompt_tokens"), ("output_token_count", "output_tokens")):
-        point[column] = number_of(_of_good(metrics, name).get("mean")) or None
-    for name, column in (
-        ("requests_per_second", "requests_per_s"),
-        ("output_tokens_per_second", "output_tokens_per_s"),
-    ):
-        point[column] = number_of(_of_good(metrics, name).get("mean")) or None
+            column = f"{latency}_{statistic}_us"
+            point[column] = summed(f"{name}.{statistic}", column, values.get(statistic), factor)
+    for name, column in _MEANS.items():
+        point[column] = summed(f"{name}.mean", column, _of_good(metrics, name).get("mean"))
     totals = metrics.get("request_totals") or benchmark.get("request_totals")
     if isinstance(totals, dict):
-        point["requests"] = int(number_of(totals.get("successful")))
-        point["failed_requests"] = int(number_of(totals.get("errored")))
-    point["duration_us"] = number_of(benchmark.get("duration")) * 1e6 or None
+        point["requests"] = summed("request_totals.successful", "requests", totals.get("successful"))
+        failed = summed("request_totals.errored", "failed_requests", totals.get("errored"))
+        point["failed_requests"] = failed or 0
+    point["duration_us"] = summed("duration", "duration_us", benchmark.get("duration"), 1e6)
     held = (_object(benchmark.get("config")).get("backend"), benchmark.get("worker"))
     models = (_object(held[0]).get("model"), _object(held[1]).get("backend_model"))
     point["model"] = next((model for model in models if isinstance(model, str)), None)

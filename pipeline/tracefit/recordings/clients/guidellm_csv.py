@@ -9,6 +9,7 @@ profile.
 from __future__ import annotations
 
 import csv
+import math
 import re
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -78,8 +79,10 @@ def _rows(payload: bytes, _: str) -> PointParts:
         _OLD_STATISTICS.sub(_spelt, " ".join(filter(None, parts)).lower())
         for parts in zip(*headers, strict=True)
     ]
+    above = [line.payload for line in lines[:count]]
     for line in lines[count:]:
-        yield line.offset, line.payload, partial(_point, names)
+        if line.payload not in above:  # files may stand one behind another
+            yield line.offset, line.payload, partial(_point, names)
     if len(lines) == count:
         raise msgspec.ValidationError("no benchmark")
 
@@ -91,8 +94,8 @@ def _spelt(match: re.Match[str]) -> str:
 def _point(names: list[str], line: bytes) -> Iterable[Point]:
     try:
         fields = _fields(line)
-    except csv.Error:
-        raise msgspec.ValidationError("no row of a table") from None
+    except csv.Error as error:
+        raise msgspec.ValidationError(f"no row of a table: {error}") from None
     row = dict(zip(names, fields, strict=False))
     shifted = [v for name, v in row.items() if name.endswith(" percentiles") and v and not v.startswith("[")]
     if len(fields) != len(names) or shifted:
@@ -113,9 +116,12 @@ def _point(names: list[str], line: bytes) -> Iterable[Point]:
 def _number(row: Mapping[str, str], *names: str) -> float:
     text = next((row[name] for name in names if name in row), "")
     try:
-        return number_of(float(text or 0))
+        number = float(text or 0)
     except ValueError:
         raise msgspec.ValidationError(f"{names[0]} is not a number") from None
+    if number < 0 or number == math.inf:
+        raise msgspec.ValidationError(f"{names[0]} is out of range")
+    return number_of(number)
 
 
 def _statistics(row: Mapping[str, str], spellings: tuple[str, ...]) -> dict[str, float]:

@@ -24,10 +24,9 @@ from tracefit.recordings.clients.base import (
     finder,
     items_of,
     no_parts,
-    number_of,
     raw_items,
 )
-from tracefit.recordings.point_rows import checked
+from tracefit.recordings.point_rows import checked, summed, unread_of
 from tracefit.recordings.requests import TokenCount, from_json
 
 if TYPE_CHECKING:
@@ -121,13 +120,25 @@ _SUMMED = {
     "inter_token_latency": "itl",
     "request_latency": "e2e",
 }
+_KNOWN = frozenset(
+    (
+        *("benchmark_time_seconds", "load_summary", "successes", "failures", "retries", "stage_metadata"),
+        "normalized_time_per_output_token",
+    )
+)
+"""Keys of a report and of its latencies that are known and not kept."""
 
 
 def _summary(payload: bytes) -> Iterable[Point]:
     report = from_json(payload, dict[str, Any])
     load, good, failed = (_object(report.get(name)) for name in ("load_summary", "successes", "failures"))
     latencies = _object(good.get("latency"))
-    point: Point = {"program": _PROGRAM, "requests_written_by": _WRITTEN_BY, "settings": {}, "unread": []}
+    point: Point = {
+        "program": _PROGRAM,
+        "requests_written_by": _WRITTEN_BY,
+        "settings": {},
+        "unread": unread_of([*(report.keys() - _KNOWN), *(latencies.keys() - _SUMMED.keys() - _KNOWN)]),
+    }
     for name, latency in _SUMMED.items():
         values = _object(latencies.get(name))
         for statistic, keys in {
@@ -135,22 +146,28 @@ def _summary(payload: bytes) -> Iterable[Point]:
             "p50": ("median", "p50"),
             **{f"p{q}": (f"p{q}",) for q in (90, 95, 99)},
         }.items():
-            value = next(filter(None, (number_of(values.get(key)) for key in keys)), None)
-            if value is not None:
-                point[f"{latency}_{statistic}_us"] = value * 1e6
-    point |= {
-        # A stage that keeps a concurrency has a rate too: the one that its requests were planned by.
-        "concurrency": (slots := number_of(load.get("concurrency")) or None),
-        "rate_per_s": None if slots else number_of(load.get("requested_rate")) or None,
-        "requests": int(number_of(good.get("count"))),
-        "failed_requests": int(number_of(failed.get("count"))),
-        "prompt_tokens": number_of(_object(good.get("prompt_len")).get("mean")) or None,
-        "output_tokens": number_of(_object(good.get("output_len")).get("mean")) or None,
-        "duration_us": number_of(report.get("benchmark_time_seconds")) * 1e6 or None,
-    }
+            column = f"{latency}_{statistic}_us"
+            found = (summed(f"{name}.{key}", column, values.get(key), 1e6) for key in keys)
+            point[column] = next(filter(None, found), None)
     rates = _object(good.get("throughput"))
-    point["requests_per_s"] = number_of(rates.get("requests_per_sec")) or None
-    point["output_tokens_per_s"] = number_of(rates.get("output_tokens_per_sec")) or None
+    # A stage that keeps a concurrency has a rate too: the one that its requests were planned by.
+    slots = summed("concurrency", "concurrency", load.get("concurrency"))
+    point |= {
+        "concurrency": slots,
+        "rate_per_s": None if slots else summed("requested_rate", "rate_per_s", load.get("requested_rate")),
+        "requests": summed("successes.count", "requests", good.get("count")),
+        "failed_requests": summed("failures.count", "failed_requests", failed.get("count")) or 0,
+        "duration_us": summed(
+            "benchmark_time_seconds", "duration_us", report.get("benchmark_time_seconds"), 1e6
+        ),
+    }
+    for name, column, value in (
+        ("prompt_len.mean", "prompt_tokens", _object(good.get("prompt_len")).get("mean")),
+        ("output_len.mean", "output_tokens", _object(good.get("output_len")).get("mean")),
+        ("requests_per_sec", "requests_per_s", rates.get("requests_per_sec")),
+        ("output_tokens_per_sec", "output_tokens_per_s", rates.get("output_tokens_per_sec")),
+    ):
+        point[column] = summed(name, column, value)
     return [checked(point)]
 
 

@@ -73,6 +73,7 @@ class _Bench(msgspec.Struct):
     mean_itl_ms: Any = None
     request_rate: Any = None
     request_throughput: Any = None
+    completed: Any = None
     max_concurrency: Any = None
 
 
@@ -214,9 +215,12 @@ def _bench_of(record: bytes) -> _Bench | None:
     if lasted and first:
         made = fmean(first) + sum(gaps) / len(first)
         require_unit("the mean of latencies", fmean(lasted), "ttfts and itls", made)
+    rate = number_of(bench.request_throughput)
+    served = (number_of(bench.completed) or len(ttfts)) / rate if rate else 0.0
+    lasts = number_of(bench.duration)
+    require_unit("duration", lasts or served, "requests over their throughput", served)
     # Requests may all be sent at once, but not for longer than the benchmark lasts.
     between = max(starts, default=0) - min(starts, default=0)
-    lasts = number_of(bench.duration)
     require_unit("the range of start_times", max(between, lasts), "duration", lasts)
     for what, times in (("ttfts", first), ("itls", gaps_of)):
         fault = _lasting_fault(

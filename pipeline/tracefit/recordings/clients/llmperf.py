@@ -7,10 +7,13 @@ tokens follows from the others.
 
 from __future__ import annotations
 
+from contextlib import suppress
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from tracefit.recordings.blocks import UNREADABLE
 from tracefit.recordings.clients.base import (
     POINTS,
     REQUESTS,
@@ -21,17 +24,21 @@ from tracefit.recordings.clients.base import (
     finder,
     items_of,
     no_parts,
-    number_of,
     raw_items,
 )
-from tracefit.recordings.point_rows import checked
+from tracefit.recordings.point_rows import checked, summed, unread_of
 from tracefit.recordings.requests import TokenCount, from_json
 from tracefit.tables.dialects import NOT_SENT_S
+from tracefit.tables.units import DECODE_STEP_US, unit_question
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from tracefit.recordings.point_rows import Point, PointParts
+
+
+_LEAST_GAPS = 20
+"""Fewest responses whose times are compared with those that a step takes."""
 
 
 class _Response(msgspec.Struct):
@@ -54,15 +61,48 @@ def _response(record: bytes) -> ClientRow:
     )
 
 
+def _responses(payload: bytes) -> list[msgspec.Raw]:
+    """Return the responses of a file.
+
+    Raises:
+        msgspec.DecodeError: It cannot be read, or its times are longer than those of any server: nothing else in it shows their unit.
+    """
+    items = raw_items(payload)
+    gaps = [gap for item in items if (gap := _gap_s(item))]
+    if len(gaps) >= _LEAST_GAPS and (typical := median(gaps)) > DECODE_STEP_US[1] / 1e6:
+        raise msgspec.ValidationError(
+            f"the median time between tokens is {typical:,.0f} s, longer than a step: {unit_question(1, 's')}"
+        )
+    return items
+
+
+def _gap_s(item: msgspec.Raw) -> float:
+    """Return the mean time between the tokens of a response; 0 if it cannot be read."""
+    with suppress(*UNREADABLE):
+        got = msgspec.json.decode(item, type=_Response)
+        if got.ttft_s and got.end_to_end_latency_s and (got.number_output_tokens or 0) > 1:
+            return (got.end_to_end_latency_s - got.ttft_s) / ((got.number_output_tokens or 0) - 1)
+    return 0.0
+
+
 FORMAT = declare_client(
     "llmperf",
     "LLMPerf's responses",
     finder("document", rb"^\s*\[\s*\{", rb'"end_to_end_latency_s"\s*:', rb'"ttft_s"\s*:'),
-    items_of(raw_items, _response),
+    items_of(_responses, _response),
     versions='ray-project/llmperf, results of version "2023-08-31"',
     fills=REQUESTS,
     clock="none: it has durations only",
 )
+
+
+_KNOWN = frozenset(
+    (
+        *("version", "name", "model", "mean_input_tokens", "stddev_input_tokens", "mean_output_tokens"),
+        *("stddev_output_tokens", "num_concurrent_requests", "timestamp", "additional_sampling_params"),
+    )
+)
+"""Keys that are known and not kept, beside results."""
 
 
 def _summary(payload: bytes) -> Iterable[Point]:
@@ -71,24 +111,26 @@ def _summary(payload: bytes) -> Iterable[Point]:
         "program": "llmperf",
         "requests_written_by": "llmperf, as …_individual_responses.json",
         "settings": {},
-        "unread": [],
+        "unread": unread_of(
+            name for name in report if name not in _KNOWN and not name.startswith("results_")
+        ),
     }
     for name, latency in (("ttft_s", "ttft"), ("end_to_end_latency_s", "e2e")):
         for statistic in ("mean", "p50", "p90", "p95", "p99"):
-            key = statistic if statistic == "mean" else f"quantiles_{statistic}"
-            if value := number_of(report.get(f"results_{name}_{key}")):
-                point[f"{latency}_{statistic}_us"] = value * 1e6
-    per_minute = number_of(report.get("results_num_completed_requests_per_min"))
+            key = f"results_{name}_{statistic if statistic == 'mean' else f'quantiles_{statistic}'}"
+            column = f"{latency}_{statistic}_us"
+            point[column] = summed(key, column, report.get(key), 1e6)
+    for key, column, factor in (
+        ("num_concurrent_requests", "concurrency", 1.0),
+        ("results_number_input_tokens_mean", "prompt_tokens", 1.0),
+        ("results_number_output_tokens_mean", "output_tokens", 1.0),
+        ("results_num_completed_requests", "requests", 1.0),
+        ("results_number_errors", "failed_requests", 1.0),
+        ("results_num_completed_requests_per_min", "requests_per_s", 1 / 60),
+    ):
+        point[column] = summed(key, column, report.get(key), factor)
     model = report.get("model")
-    point |= {
-        "model": model if isinstance(model, str) else None,
-        "concurrency": number_of(report.get("num_concurrent_requests")) or None,
-        "prompt_tokens": number_of(report.get("results_number_input_tokens_mean")) or None,
-        "output_tokens": number_of(report.get("results_number_output_tokens_mean")) or None,
-        "requests": int(number_of(report.get("results_num_completed_requests"))),
-        "failed_requests": int(number_of(report.get("results_number_errors"))),
-        "requests_per_s": per_minute / 60 or None,
-    }
+    point["model"] = model if isinstance(model, str) else None
     ttft, e2e, output = (point.get(name) for name in ("ttft_mean_us", "e2e_mean_us", "output_tokens"))
     if ttft and e2e and output and output > 1:
         point["tpot_mean_us"] = (e2e - ttft) / (output - 1)
