@@ -13,6 +13,7 @@ from tracefit.commands.described import SERVER_FILE
 from tracefit.replay.plan import StepLawUncertainty
 from tracefit.synth import SynthOptions, synth, write_run
 from tracefit.synth.laws import GPUS, MODELS, RooflineLaw
+from tracefit.synth.options import LengthMix
 
 MODEL, GPU = "llama-8b", "H100"
 
@@ -449,3 +450,28 @@ def test_a_server_without_stated_limits_is_no_source_of_itself(servers, tmp_path
     code, _, err = command("transfer", tmp_path / "out", *asked, "--out", tmp_path / "new")
     assert code == 1
     assert "it is the server asked for" in err
+
+
+@pytest.mark.parametrize("is_cached", [True, False])
+def test_prompts_of_a_clients_requests_count_as_cached_where_the_steps_are_too_short(tmp_path, is_cached):
+    prompts = LengthMix(((1.0, 1_030.0, 0.001),), minimum=1_026)
+    options = SynthOptions(
+        name="client",
+        law=RooflineLaw(MODELS[MODEL], GPUS[GPU]),
+        form="stock",
+        requests=300,
+        rate_per_s=10.0,
+        prompt_tokens=prompts,
+        prefix_fraction=float(is_cached),
+        prefix_tokens=1_024,
+        num_prefixes=2,
+        abort_fraction=0.0,
+    )
+    run = write_run(synth(options), tmp_path)
+    result = tracefit.transfer((), tmp_path / "new", server=_server(run), calibrate=str(run), force=True)
+    assert any("they are taken as cached" in text for text in result.warnings) == is_cached
+    if is_cached:
+        step = tracefit.load(tmp_path / "new").predict_step(batch=10, context=1_100).step.value_us
+        # Weights and ten contexts at three quarters of the bandwidth, a constant, and 8 us for each request.
+        read_gb = 2 * 8.03 + 10 * 1_100 * 32 * 2 * 8 * 128 * 2 / 1e9
+        assert step == pytest.approx(1e6 * read_gb / (0.75 * 3_350) + 1_200 + 10 * 8, rel=0.05)

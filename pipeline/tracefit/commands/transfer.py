@@ -55,6 +55,7 @@ from tracefit.fit.transfer import (
     parts_of_model,
     prompts_of,
     unseen_parts,
+    with_prompts_cached,
 )
 from tracefit.fit.validation import measure
 from tracefit.inputs.buckets import place_of
@@ -105,6 +106,8 @@ _UTILIZATION = 0.9
 _OTHER_SHARE = 0.04
 """Share of a GPU's memory that activations, CUDA graphs and the libraries take."""
 _WORKED_OUT = "worked out"
+_TOO_SHORT = 0.03
+"""Share of the steps that are too short to have computed their prompts, from which on these were in the prefix cache."""
 _BORROWED = ("admission", "departure")
 """Models of the front end, which do not depend on the model or the GPU behind it."""
 
@@ -508,9 +511,12 @@ def _with_calibration(
     what: Literal["steps", "points"] = "points" if tables is None else "steps"
     fewest = FEWEST_POINTS if tables is None else FEWEST_STEPS
     made = calibrate(found.law, steps, found.expected, fewest=fewest)
+    if tables is not None and made is not None:
+        made, tables = _with_hits(found, made, tables, progress)
     if made is None:
         counted = f"{steps.rows.height} {what}"
-        left = ", ".join(f"{n} left out: {reason}" for reason, n in steps.left_out.items())
+        reasons = [f"{n} left out: {reason}" for reason, n in steps.left_out.items()]
+        left = ", ".join((*reasons, *(tables.unknown_batches if tables is not None else ())))
         progress.warn(
             f"{counted} are too few to calibrate with, {fewest} are needed: the transfer is as without them{f' ({left})' if left else ''}"
         )
@@ -565,6 +571,31 @@ def _steps_of(store: TableStore, target: Deployment, where: str) -> tuple[LawRow
     _, members = of_server[0]
     tables = _tables_of(store, runs, members)
     return law_rows(target, tables), tables
+
+
+def _with_hits(
+    found: _Found, made: Calibration, tables: DeploymentTables, progress: KeptWarnings
+) -> tuple[Calibration, DeploymentTables]:
+    """Return the calibration and the tables with all prompts cached, where the steps are too short to have computed them.
+
+    Where few are, the smaller error on left-out blocks decides.
+    """
+    cached = with_prompts_cached(found.target, tables)
+    again = (
+        calibrate(found.law, law_rows(found.target, cached), found.expected) if cached is not None else None
+    )
+    if cached is None or again is None:
+        return made, tables
+    too_short = made.left_out.get(FASTER, 0) - again.left_out.get(FASTER, 0)
+    share = too_short / max(too_short + made.rows.rows.height, 1)
+    if share <= _TOO_SHORT and again.error_pct >= made.error_pct:
+        return made, tables
+    progress.warn(
+        f"the steps are counted from requests, which do not state prefix-cache hits: {percent(100 * share)} % of them are too short to compute the "
+        f"prompts; with all prompts in the cache the law is {percent(again.error_pct)} % off, with none {percent(made.error_pct)} %: they are "
+        "taken as cached"
+    )
+    return again, cached
 
 
 def _same_server(one: RunContext, other: RunContext) -> bool:

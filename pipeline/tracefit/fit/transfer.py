@@ -34,7 +34,7 @@ from tracefit.fit.law import LawRegressor, Part
 from tracefit.fit.splits import ALWAYS, PREEMPTION_HEAVY, UNKNOWN_FEATURES, WARM_UP, is_excluded, step_frame
 from tracefit.fit.validation import measure
 from tracefit.models.validation import NO_ROWS
-from tracefit.tables.sources import SOURCES
+from tracefit.tables.sources import SOURCES, is_from
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Hashable, Iterator, Sequence
@@ -68,6 +68,8 @@ PROMPT_SHARE = 0.3
 FEWEST_FOLDS = 5
 """Folds from which on an interval is of the errors of all together; of fewer, the worst decides."""
 LEVEL_PCT = 90.0
+_BLOCK_TOKENS = 16
+"""Tokens of a KV block where the server does not state them: vLLM's default on GPUs."""
 FEWEST_STEPS = 20
 """Steps that a calibration needs."""
 OWN_STEPS = 300
@@ -189,6 +191,26 @@ def law_rows(deployment: Deployment, tables: DeploymentTables) -> LawRows:
 
 _COLUMNS = tuple(Feature(f"of_{name}", "1", name) for name in BATCH_COLUMNS)
 """The batch of a step, for what compares models of other forms."""
+
+
+def with_prompts_cached(deployment: Deployment, tables: DeploymentTables) -> DeploymentTables | None:
+    """Return the tables as if every prompt that was not seen computed had been in the prefix cache, up to its last full block.
+
+    The batches of steps that follow from the times of requests have whole prompts: no request states its hits. Null where no step is of
+    that kind, or the server has no prefix cache.
+    """
+    settings, timeline = deployment.context.settings, tables.timeline
+    is_counted = is_from(lambda source: source.from_requests)
+    if settings.enable_prefix_caching is False or not timeline.select(is_counted.any()).item():
+        return None
+    rest = (pl.col("num_prefill_reqs") * ((settings.block_size or _BLOCK_TOKENS) + 1) / 2).ceil()
+    computed = pl.min_horizontal("prefill_tokens", rest.cast(pl.Int64))
+    cached = pl.col("prefill_context_tokens").fill_null(0) + pl.col("prefill_tokens") - computed
+    changed = timeline.with_columns(
+        pl.when(is_counted).then(value).otherwise(name).alias(name)
+        for name, value in {"prefill_tokens": computed, "prefill_context_tokens": cached}.items()
+    )
+    return replace(tables, timeline=changed)
 
 
 def prompts_of(rows: pl.DataFrame) -> Flags:
@@ -569,6 +591,11 @@ class Calibration:
     after: Metrics
     by_phase: dict[str, Metrics]
     errors: TransferErrors
+
+    @property
+    def error_pct(self) -> float:
+        """Mean absolute error in percent of the law that is used."""
+        return (self.after if self.used else self.before).mape_pct or 0.0
 
 
 def calibrate(
