@@ -20,12 +20,12 @@ from tracefit.errors import DataError, TracefitError, UsageError
 
 if TYPE_CHECKING:
     from tracefit.coefficients.models import Models, load
+    from tracefit.commands.candidates import plan
     from tracefit.commands.compare import compare
     from tracefit.commands.export import export
     from tracefit.commands.ingest import ingest
     from tracefit.commands.inspect import inspect
     from tracefit.commands.locate import scan
-    from tracefit.commands.plan import plan
     from tracefit.commands.predict import predict
     from tracefit.commands.replay import replay_runs
     from tracefit.commands.report import report
@@ -47,7 +47,7 @@ _LAZY = {
     "ingest": "tracefit.commands.ingest",
     "inspect": "tracefit.commands.inspect",
     "load": "tracefit.coefficients.models",
-    "plan": "tracefit.commands.plan",
+    "plan": "tracefit.commands.candidates",
     "predict": "tracefit.commands.predict",
     "replay_runs": "tracefit.commands.replay",
     "report": "tracefit.commands.report",

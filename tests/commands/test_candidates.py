@@ -5,7 +5,8 @@ import json
 import pytest
 
 import tracefit
-from tracefit.commands.candidates import parse_prices, parse_tries, tried_servers
+from tracefit.commands.candidates import parse_tries, tried_servers
+from tracefit.commands.prices import parse_prices
 from tracefit.errors import UsageError
 from tracefit.synth.laws import MODELS
 

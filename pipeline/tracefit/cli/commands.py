@@ -329,8 +329,9 @@ def plan(
 
     Example: `tracefit plan out/ --rate 40 --slo ttft_p99=500 --slo itl_p99=50`
     """
-    from tracefit.commands.candidates import parse_prices, parse_tries
+    from tracefit.commands.candidates import parse_tries
     from tracefit.commands.ingest import parse_assignments
+    from tracefit.commands.prices import parse_prices
     from tracefit.commands.report import parse_slo
 
     return tracefit.plan(

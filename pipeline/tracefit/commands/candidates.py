@@ -1,24 +1,40 @@
-"""Servers to choose from: transfers to every combination of some GPUs and tensor parallelisms, and prices of GPUs."""
+"""Plan servers for a load: those of some folders, and those that a transfer computes."""
 
 from __future__ import annotations
 
 import itertools
-import math
 import tempfile
-from collections.abc import Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from tracefit.commands.locate import as_list
+from tracefit.commands.plan import asked_for, draw_plans, plans_of, ranked
 from tracefit.commands.transfer import transfer
 from tracefit.errors import TracefitError, UsageError
-from tracefit.options import PriceOption, ServerOptions, TriedModelOption, TryOption, named
+from tracefit.options import (
+    DeploymentOption,
+    FigureOption,
+    LoadOptions,
+    PlannedArgument,
+    PriceOption,
+    RateOption,
+    RunOption,
+    ServerCountOption,
+    ServerOptions,
+    TriedForceOption,
+    TriedModelOption,
+    TryOption,
+    named,
+)
 from tracefit.progress import NullProgress
+from tracefit.results.plans import PlanResult
 from tracefit.server.hardware import find_gpu
 from tracefit.text import plural
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from tracefit.progress import Progress
 
@@ -26,8 +42,82 @@ MOST_TRIED = 64
 """Combinations that are tried: each is a transfer and a plan, some seconds."""
 _NAMES = {"gpu": "gpu", "tp": "tp", "tensor_parallel": "tp"}
 
-Prices = float | Mapping[str, float] | None
-"""A price per GPU and hour: of every GPU, or by its name."""
+
+def plan(
+    folders: PlannedArgument = None,
+    *,
+    rate: RateOption = None,
+    servers: ServerCountOption = None,
+    slo_ms: Mapping[str, float] | None = None,
+    settings: Mapping[str, object] | None = None,
+    requests: LoadOptions | None = None,
+    price: PriceOption = None,
+    tries: TryOption = None,
+    model_config: TriedModelOption = None,
+    force: TriedForceOption = False,
+    deployment: DeploymentOption = None,
+    run: RunOption = None,
+    figure: FigureOption = None,
+    progress: Progress | None = None,
+) -> PlanResult:
+    """Return the fewest servers for a rate, or the largest rate of a number of servers, for every kind of server.
+
+    Each answer comes from a replay of a steady load with the models of a folder. Its interval comes from the intervals of the
+    coefficients and from the errors of replays of recorded runs. It says if it rests on steps unlike those in training.
+
+    Args:
+        folders: Folders that `tracefit run` wrote, or folders of coefficient files; each deployment in them is a kind of server.
+        rate: Requests per second over all servers.
+        servers: Number of servers. If a rate is given too, exactly this pair is tried.
+        slo_ms: The longest time, in ms, allowed for percentiles, such as `{"ttft_p99": 500}`.
+        settings: Settings to change, such as `{"max_num_seqs": 256}`.
+        requests: The requests; the traced ones if not given.
+        price: Price of a GPU per hour, in any currency: of every GPU, or by its name.
+        tries: Servers to compute by a transfer and to plan with too, such as `{"gpu": ["H100", "H200"], "tp": ["1", "2"]}`: every
+            combination, from the folders, or without any from the law in the package.
+        model_config: config.json of the model, for `tries`.
+        force: With `tries`, also answer where nothing shows how exact the answer is.
+        deployment: Plan only this deployment; see `Models.deployment`.
+        run: Plan only the deployment of this run.
+        figure: An `.html` page to write, with percentiles over the rate and a rate and an objective that can be moved.
+        progress: Receives the name of each deployment.
+
+    Raises:
+        UsageError: A folder, an option or an objective is wrong, or a setting changes what the models cannot predict.
+        TracefitError: There is nothing to draw, or the libraries that draw it are missing.
+
+    Examples:
+        >>> import tracefit
+        >>> (plan,) = tracefit.plan("out/", rate=40, slo_ms={"ttft_p99": 500}).plans
+        >>> plan.servers, plan.met
+        (2, True)
+    """
+    places, progress = as_list(folders or ()), progress or NullProgress()
+    if not places and not tries:
+        raise UsageError(
+            "no folder is given",
+            hint=f"name folders that `tracefit run` wrote, or servers to compute: {named(TryOption)} gpu=H100,H200",
+        )
+    asked = asked_for(
+        rate=rate,
+        servers=servers,
+        slo_ms=slo_ms,
+        settings=settings,
+        requests=requests,
+        price=price,
+        figure=figure,
+    )
+    plans = plans_of(places, asked, deployment=deployment, run=run, progress=progress)
+    left_out: tuple[str, ...] = ()
+    if tries:
+        with tried_servers(places, tries, model_config, force=force, progress=progress) as tried:
+            left_out = tried.left_out
+            for name, folder in tried.folders:
+                (one,) = plans_of([folder], asked, progress=progress)
+                plans.append(replace(one, folder=name))
+    if figure is not None:
+        draw_plans(plans, Path(figure))
+    return PlanResult(tuple(plans), ranked(plans, asked), left_out)
 
 
 class Tried(NamedTuple):
@@ -60,50 +150,6 @@ def parse_tries(texts: Iterable[str]) -> dict[str, tuple[str, ...]]:
         key = _NAMES[name.strip()]
         tries[key] = tuple(dict.fromkeys((*tries.get(key, ()), *listed)))
     return tries
-
-
-def parse_prices(texts: Sequence[str]) -> Prices:
-    """Read prices from the command line: a number for every GPU, or `H200=3.5` for one.
-
-    Raises:
-        UsageError: A text of another form, or a number beside names.
-    """
-    if not texts:
-        return None
-    pairs = [text.rpartition("=") for text in texts]
-    try:
-        values = {name.strip(): float(value) for name, _, value in pairs}
-    except ValueError:
-        values = {}
-    if len(values) != len(texts) or ("" in values and len(values) > 1):
-        raise UsageError(
-            f"{named(PriceOption)} {' '.join(texts)}: not one price, and not prices by GPU",
-            hint="a number such as 2.5, or a number for each GPU, such as H100=2.5 and H200=3.5",
-        )
-    return values.get("", values)
-
-
-def price_of(prices: Prices, gpu: str | None) -> float | None:
-    """Return the price of a GPU; null where none is stated."""
-    return prices.get(gpu or "") if isinstance(prices, Mapping) else prices
-
-
-def checked_prices(prices: Prices) -> Prices:
-    """Return prices by the names of the catalogue.
-
-    Raises:
-        UsageError: A price is below 0 or not finite, or a GPU is not known.
-    """
-    if prices is None:
-        return None
-    for value in prices.values() if isinstance(prices, Mapping) else (prices,):
-        if not 0 <= value < math.inf:
-            raise UsageError(f"{named(PriceOption)} {value:g}: is out of range", hint="at least 0")
-    return (
-        {find_gpu(name).name: value for name, value in prices.items()}
-        if isinstance(prices, Mapping)
-        else prices
-    )
 
 
 @contextmanager

@@ -16,31 +16,23 @@ import polars as pl
 
 from tracefit.coefficients.files import find_models
 from tracefit.coefficients.models import load
-from tracefit.commands.candidates import Prices, checked_prices, price_of, tried_servers
-from tracefit.commands.locate import as_list, choose_deployment, published_replays, tables_of
+from tracefit.commands.locate import choose_deployment, published_replays, tables_of
 from tracefit.commands.predict import read_rows
+from tracefit.commands.prices import Prices, checked_prices, price_of
 from tracefit.commands.recorded import carried, complete_requests, is_whole
 from tracefit.errors import DataError, TracefitError, UsageError, did_you_mean
 from tracefit.models.targets import LATENCIES
 from tracefit.options import (
     CalibrateOption,
     ChangesOption,
-    DeploymentOption,
     FigureOption,
     LoadOptions,
     ObjectivesOption,
-    PlannedArgument,
-    PriceOption,
     RateOption,
-    RunOption,
     ServerCountOption,
-    TriedForceOption,
-    TriedModelOption,
-    TryOption,
     flag_of,
     named,
 )
-from tracefit.progress import NullProgress
 from tracefit.replay.arrivals import GAP_BLOCK, burstiness, relative_gaps
 from tracefit.replay.closed_loop import engine_settings
 from tracefit.replay.plan import (
@@ -62,7 +54,6 @@ from tracefit.results.plans import (
     Objective,
     PlannedArrivals,
     PlannedLoad,
-    PlanResult,
     RankedServers,
     ServerCapacity,
     ServerPlan,
@@ -128,62 +119,22 @@ PLANNED_SETTINGS = (
 )
 
 
-def plan(
-    folders: PlannedArgument = None,
+def asked_for(
     *,
-    rate: RateOption = None,
-    servers: ServerCountOption = None,
-    slo_ms: Mapping[str, float] | None = None,
-    settings: Mapping[str, object] | None = None,
-    requests: LoadOptions | None = None,
-    price: PriceOption = None,
-    tries: TryOption = None,
-    model_config: TriedModelOption = None,
-    force: TriedForceOption = False,
-    deployment: DeploymentOption = None,
-    run: RunOption = None,
-    figure: FigureOption = None,
-    progress: Progress | None = None,
-) -> PlanResult:
-    """Return the fewest servers for a rate, or the largest rate of a number of servers, for every kind of server.
-
-    Each answer comes from a replay of a steady load with the models of a folder. Its interval comes from the intervals of the
-    coefficients and from the errors of replays of recorded runs. It says if it rests on steps unlike those in training.
-
-    Args:
-        folders: Folders that `tracefit run` wrote, or folders of coefficient files; each deployment in them is a kind of server.
-        rate: Requests per second over all servers.
-        servers: Number of servers. If a rate is given too, exactly this pair is tried.
-        slo_ms: The longest time, in ms, allowed for percentiles, such as `{"ttft_p99": 500}`.
-        settings: Settings to change, such as `{"max_num_seqs": 256}`.
-        requests: The requests; the traced ones if not given.
-        price: Price of a GPU per hour, in any currency: of every GPU, or by its name.
-        tries: Servers to compute by a transfer and to plan with too, such as `{"gpu": ["H100", "H200"], "tp": ["1", "2"]}`: every
-            combination, from the folders, or without any from the law in the package.
-        model_config: config.json of the model, for `tries`.
-        force: With `tries`, also answer where nothing shows how exact the answer is.
-        deployment: Plan only this deployment; see `Models.deployment`.
-        run: Plan only the deployment of this run.
-        figure: An `.html` page to write, with percentiles over the rate and a rate and an objective that can be moved.
-        progress: Receives the name of each deployment.
+    rate: float | None,
+    servers: int | None,
+    slo_ms: Mapping[str, float] | None,
+    settings: Mapping[str, object] | None,
+    requests: LoadOptions | None,
+    price: Prices,
+    figure: str | Path | None,
+) -> Asked:
+    """Return a question, checked.
 
     Raises:
-        UsageError: A folder, an option or an objective is wrong, or a setting changes what the models cannot predict.
-        TracefitError: There is nothing to draw, or the libraries that draw it are missing.
-
-    Examples:
-        >>> import tracefit
-        >>> (plan,) = tracefit.plan("out/", rate=40, slo_ms={"ttft_p99": 500}).plans
-        >>> plan.servers, plan.met
-        (2, True)
+        UsageError: An option or an objective is wrong.
     """
-    places, progress = as_list(folders or ()), progress or NullProgress()
-    if not places and not tries:
-        raise UsageError(
-            "no folder is given",
-            hint=f"name folders that `tracefit run` wrote, or servers to compute: {named(TryOption)} gpu=H100,H200",
-        )
-    asked = _Asked(
+    asked = Asked(
         rate,
         servers,
         _objectives(slo_ms or {}),
@@ -196,6 +147,22 @@ def plan(
         raise UsageError(
             f"{named(FigureOption)} {figure}: a figure is a page", hint="give it a name that ends in .html"
         )
+    return asked
+
+
+def plans_of(
+    places: Sequence[str | Path],
+    asked: Asked,
+    *,
+    deployment: str | None = None,
+    run: str | None = None,
+    progress: Progress,
+) -> list[ServerPlan]:
+    """Return the answer for every deployment of some folders, or only for that of a name or a run.
+
+    Raises:
+        UsageError: A folder is wrong, or a setting changes what the models cannot predict.
+    """
     plans: list[ServerPlan] = []
     for folder in places:
         models = load(find_models(folder))
@@ -203,21 +170,10 @@ def plan(
         for deployment_id in [models.deployment(chosen).deployment_id] if chosen else models.deployment_ids:
             progress.stage(f"planning {deployment_id}")
             plans.append(_planned(folder, models.deployment(deployment_id or None), asked))
-    left_out: tuple[str, ...] = ()
-    if tries:
-        with tried_servers(places, tries, model_config, force=force, progress=progress) as tried:
-            left_out = tried.left_out
-            for name, folder in tried.folders:
-                progress.stage(f"planning {name}")
-                plans.append(
-                    replace(_planned(folder, load(find_models(folder)).deployment(None), asked), folder=name)
-                )
-    if figure is not None:
-        _draw(plans, Path(figure))
-    return PlanResult(tuple(plans), _ranked(plans, asked), left_out)
+    return plans
 
 
-def _ranked(plans: Sequence[ServerPlan], asked: _Asked) -> tuple[RankedServers, ...]:
+def ranked(plans: Sequence[ServerPlan], asked: Asked) -> tuple[RankedServers, ...]:
     """Return the kinds of server that carry a rate, the cheapest first: by price, or by GPUs where some price is not stated."""
     if asked.rate is None or asked.servers is not None or len(plans) < 2:
         return ()
@@ -262,7 +218,7 @@ def _costed(plan_: ServerPlan, prices: Prices) -> RankedServers:
     )
 
 
-def _draw(plans: Iterable[ServerPlan], path: Path) -> None:
+def draw_plans(plans: Iterable[ServerPlan], path: Path) -> None:
     """Write a page with a figure of each plan."""
     from tracefit.reports.page import html_page  # noqa: PLC0415 - an extra installs its libraries
 
@@ -273,7 +229,9 @@ def _draw(plans: Iterable[ServerPlan], path: Path) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
+class Asked:
+    """A question to a plan; see `candidates.plan`."""
+
     rate: float | None
     servers: int | None
     objectives: tuple[Objective, ...]
@@ -295,7 +253,7 @@ def _objectives(slo_ms: Mapping[str, float]) -> tuple[Objective, ...]:
     return tuple(objectives)
 
 
-def _check(asked: _Asked) -> None:
+def _check(asked: Asked) -> None:
     if asked.rate is None and asked.servers is None:
         raise UsageError(f"neither {named(RateOption)} nor {named(ServerCountOption)} is given")
     above_0 = math.nextafter(0, 1)
@@ -332,7 +290,7 @@ def _check(asked: _Asked) -> None:
 # -- one kind of server ----------------------------------------------------------------------------------
 
 
-def _planned(folder: str | Path, deployment: DeploymentModels, asked: _Asked) -> ServerPlan:
+def _planned(folder: str | Path, deployment: DeploymentModels, asked: Asked) -> ServerPlan:
     """Plan one deployment; the plan has the reason where the data support none, a wrong question is an error."""
     gpus = int((deployment.limit("tensor_parallel") or 1) * (deployment.limit("pipeline_parallel") or 1))
     plan_ = ServerPlan(
@@ -456,7 +414,7 @@ def rates_of(store: TableStore, models: Models, replays: Sequence[RunReplay]) ->
     return rates
 
 
-def _answered(plan_: ServerPlan, fleet: Fleet, asked: _Asked, errors: Mapping[str, float]) -> ServerPlan:
+def _answered(plan_: ServerPlan, fleet: Fleet, asked: Asked, errors: Mapping[str, float]) -> ServerPlan:
     objectives, names, rate = asked.objectives, _names(asked, fleet), asked.rate
     servers = asked.servers or max(1, math.ceil((rate or 0.0) / (0.8 * fleet.capacity)))
     curve = curve_of(fleet, servers, errors)
@@ -566,7 +524,7 @@ def _names_of(sample: TrafficSample, more: Iterable[str] = ()) -> tuple[str, ...
     return tuple(n for n in dict.fromkeys((*_POINTS, *more)) if has_itl or not n.startswith("itl"))
 
 
-def _names(asked: _Asked, fleet: Fleet) -> tuple[str, ...]:
+def _names(asked: Asked, fleet: Fleet) -> tuple[str, ...]:
     kept = _names_of(fleet.sample, (o.name for o in asked.objectives))
     transfer = fleet.deployment.step_model.transfer
     if transfer is not None and not transfer.has_prompts:
