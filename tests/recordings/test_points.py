@@ -684,7 +684,7 @@ def test_what_the_programs_write_has_no_key_that_is_new(tmp_path):
         # 20 ms written as 20,000.
         (
             "1,20000,20000,,",
-            "no point (tpot_mean is 2e+04 ms, longer than a step of any server: is its unit another one?)",
+            "no point (tpot_mean is 20,000 ms, longer than a step of any server: is its unit another one?)",
         ),
         (
             "1,20,0.02,,",

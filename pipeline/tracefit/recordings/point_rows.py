@@ -274,7 +274,7 @@ def summed(name: str, column: str, value: Any, factor: float = 1.0) -> Any:
 
 def unread_of(names: Iterable[str]) -> list[str]:
     """Return names of a summary as they are kept in `unread`."""
-    return [printable(str(name))[:_MOST_NAME] for name in sorted(names)][:_MOST_UNREAD]
+    return [printable(str(name))[:_MOST_NAME] for name in sorted(set(names))][:_MOST_UNREAD]
 
 
 def point_of(
@@ -370,7 +370,7 @@ def _gap_fault(point: Point) -> str | None:
         gap_us = point.get(f"{name}_us")
         if gap_us and not least <= gap_us <= most:
             side = "longer" if gap_us > most else "shorter"
-            return f"{name} is {gap_us / 1e3:,.3g} ms, {side} than a step of any server: is its unit another one?"
+            return f"{name} is {gap_us / 1e3:,.10g} ms, {side} than a step of any server: is its unit another one?"
     return None
 
 
