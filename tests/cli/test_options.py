@@ -201,7 +201,7 @@ def test_a_field_is_declared_with_its_help(kind):
 
 PACKAGE = Path(tracefit.__file__).parent
 DECLARING = ("options.py", "receive/options.py", "synth/options.py", "cli/commands.py", "cli/program.py")
-OF_OTHERS = ("coefficients/recording.py", "inputs/unread.py")
+OF_OTHERS = ("coefficients/recording.py", "inputs/unread.py", "recordings/clients/guidellm_csv.py")
 """Modules that write command lines of other programs: of load generators, and of those whose files are not read."""
 
 
