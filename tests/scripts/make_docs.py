@@ -5,10 +5,12 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
 import sys
 from enum import Enum
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +28,7 @@ from tracefit.recordings import RECORDINGS
 from tracefit.results.models import TrainResult
 from tracefit.tables.schema import TABLES
 from tracefit.tables.sources import DURATION, SOURCES
+from tracefit.timeline import thresholds
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -296,7 +299,37 @@ def recordings_page() -> str:
     return "\n\n".join(parts) + "\n"
 
 
+ORIGINS = ("Measured", "Given", "Chosen")
+
+
+def thresholds_page() -> str:
+    """List the numbers that decide in `timeline`, by the headings and docstrings of their module."""
+    text = inspect.getsource(thresholds)
+    lines = text.splitlines()
+    body = ast.parse(text).body
+    parts, rows = ["# Thresholds", GENERATED, inspect.getdoc(thresholds) or ""], list[tuple[str, ...]]()
+    head = ("name", "value", "decides", "origin")
+
+    def heading_of(line: int) -> str | None:
+        found = re.match(r"# -- (.+?) -+$", lines[line - 3]) if line > 3 else None
+        return found[1] if found else None
+
+    for node, doc in pairwise(body):
+        if not isinstance(node, ast.Assign) or not isinstance(doc, ast.Expr):
+            continue
+        if heading := heading_of(node.lineno):
+            parts += [table(head, rows)] if rows else []
+            parts, rows = [*parts, f"## {heading[0].upper()}{heading[1:]}"], []
+        (name,) = (target.id for target in node.targets if isinstance(target, ast.Name))
+        what, origin = re.split(
+            rf" (?=(?:{'|'.join(ORIGINS)})\b)", " ".join(ast.literal_eval(doc.value).split())
+        )
+        rows.append((f"`{name}`", ast.unparse(node.value), what, origin))
+    return "\n\n".join([*parts, table(head, rows)]) + "\n"
+
+
 PAGES = {
+    "thresholds.md": thresholds_page,
     "recordings.md": recordings_page,
     "api.md": api_page,
     "cli.md": cli_page,

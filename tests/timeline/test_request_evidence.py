@@ -12,7 +12,7 @@ from stock import LAWS, stock_requests
 from tracefit.synth import SynthOptions, synth
 from tracefit.synth.options import LengthMix, LoadPhase
 from tracefit.timeline import EngineLimits, count_steps, longest_whole_prompt, unknown_batches
-from tracefit.timeline.request_evidence import sampled_rate
+from tracefit.timeline.evidence_statistics import sampler_rate
 
 STEADY = (LoadPhase("steady", 1.0, 1.0),)
 
@@ -54,12 +54,12 @@ def _kept(rate, sampler):
 @pytest.mark.parametrize("rate", [0.9, 0.5, 0.1])
 def test_a_head_sampler_shows_in_the_ids_it_kept(rate, sampler):
     kept = _requests().filter(_kept(rate, sampler))
-    assert sampled_rate(kept["trace_id"]) == pytest.approx(rate, abs=0.05)
+    assert sampler_rate(kept["trace_id"]) == pytest.approx(rate, abs=0.05)
     assert "OTEL_TRACES_SAMPLER" in _reason(kept)
 
 
 def test_ids_that_count_up_show_no_sampler():
-    assert sampled_rate(pl.Series([f"{n:032x}" for n in range(1, 500)])) is None
+    assert sampler_rate(pl.Series([f"{n:032x}" for n in range(1, 500)])) is None
 
 
 @pytest.mark.mostly_slow(every=8)

@@ -6,11 +6,12 @@
 
 from tracefit.timeline.anchors import clock_disagreements, execution_lags
 from tracefit.timeline.build import build_timeline
+from tracefit.timeline.cached_prompts import longest_whole_prompt
 from tracefit.timeline.composition import EngineLimits
 from tracefit.timeline.logged_requests import place_on_log
 from tracefit.timeline.logged_steps import every_start, is_logged, log_clock, without_jumps
 from tracefit.timeline.queue import queue_state
-from tracefit.timeline.request_evidence import longest_whole_prompt, unknown_batches
+from tracefit.timeline.request_evidence import unknown_batches
 from tracefit.timeline.request_steps import (
     COUNTED_COLUMNS,
     MOST_PLACED,

@@ -11,27 +11,11 @@ import polars as pl
 
 from tracefit.statistics import divided, robust_sd_expr
 from tracefit.tables.schema import ENGINE, SERVER
+from tracefit.timeline import thresholds
 from tracefit.timeline.engines import position
 
 _INSIDE = ("SCHEDULED", "PREEMPTED")
 _UPDATE = ("FIRST_TOKEN", "FINISHED")
-_UNKNOWN_SD_US = 200.0
-"""Standard deviation of an event's offset where no steps measure it: SCHEDULED comes 0.1 to 0.7 ms after its step's start."""
-
-_MIN_SD_US = 10.0
-"""Least standard deviation of an estimated start, which is never as certain as that of a summary."""
-
-_MIN_LAG_EVENTS = 20
-"""Fewest updates that show whether an engine schedules ahead."""
-
-_MIN_OFFSET_STEPS = 5
-"""Fewest steps with two stamps that measure an offset."""
-
-_FAR_SD = 4.0
-"""Two estimates of one start disagree when they differ by more than this many of their standard deviations."""
-
-_TOLERANCE_NS = 1_000_000
-"""More than events are off: SCHEDULED comes up to 0.7 ms after its step's start, updates within 0.5 ms of its end."""
 
 
 def execution_lags(steps: pl.DataFrame, journeys: pl.DataFrame) -> pl.DataFrame:
@@ -58,7 +42,7 @@ def execution_lags(steps: pl.DataFrame, journeys: pl.DataFrame) -> pl.DataFrame:
     return (
         late.group_by(SERVER)
         .agg(events=pl.len(), late=(pl.col("ts_ns") > pl.col("next_start_ns")).mean())
-        .filter(pl.col("events") >= _MIN_LAG_EVENTS)
+        .filter(pl.col("events") >= thresholds.LEAST_SAMPLES)
         .select(*SERVER, execution_lag_steps=(pl.col("late") > 0.5).cast(pl.Int64))
         .sort(SERVER)
     )
@@ -93,8 +77,8 @@ def clock_disagreements(timeline: pl.DataFrame, journeys: pl.DataFrame) -> pl.Da
             check_sortedness=False,
         )
     )
-    early = pl.col("ts_ns") < pl.col("begin_ns") - _TOLERANCE_NS
-    late = pl.col("ts_ns") > pl.col("end_ns") + _TOLERANCE_NS
+    early = pl.col("ts_ns") < pl.col("begin_ns") - thresholds.DISAGREEING_NS
+    late = pl.col("ts_ns") > pl.col("end_ns") + thresholds.DISAGREEING_NS
     disagrees = early.fill_null(value=False) | late.fill_null(value=False)
     checked = between.filter(pl.col("begin_ns").is_not_null() | pl.col("end_ns").is_not_null())
     return checked.group_by(SERVER).agg(events=pl.len(), disagreeing=disagrees.sum()).sort(SERVER)
@@ -166,7 +150,9 @@ def _offsets(kinds: dict[str, pl.DataFrame], exact: pl.DataFrame) -> pl.DataFram
         "server_number",
         "kind",
         offset_ns=pl.coalesce("offset_ns", pl.col("other") + gap, gap / 2, pl.lit(0.0)),
-        sd_us=pl.coalesce("sd_us", "gap_sd_us", pl.lit(_UNKNOWN_SD_US)).clip(lower_bound=_MIN_SD_US),
+        sd_us=pl.coalesce("sd_us", "gap_sd_us", pl.lit(thresholds.EVENT_SD_US)).clip(
+            lower_bound=thresholds.LEAST_EVENT_SD_US
+        ),
     )
 
 
@@ -176,7 +162,7 @@ def _distances(events: pl.DataFrame, starts: pl.DataFrame) -> pl.DataFrame:
     distance = (pl.col("at") - pl.col("start")).cast(pl.Float64)
     sd = divided(robust_sd_expr(distance), 1e3)
     measured = both.group_by("server_number").agg(steps=pl.len(), offset_ns=distance.median(), sd_us=sd)
-    return measured.filter(pl.col("steps") >= _MIN_OFFSET_STEPS).drop("steps")
+    return measured.filter(pl.col("steps") >= thresholds.LEAST_OFFSET_STEPS).drop("steps")
 
 
 def _corrected(events: pl.DataFrame, offsets: pl.DataFrame) -> pl.DataFrame:
@@ -196,7 +182,7 @@ def _best(estimated: dict[str, pl.DataFrame]) -> pl.DataFrame:
     inside, after = estimated["scheduled"], estimated["update"]
     pairs = inside.join(after.select("position", other="at", other_sd_us="sd_us"), on="position", how="left")
     apart = (pl.col("at") - pl.col("other")).abs() / 1e3
-    far = apart > _FAR_SD * (pl.col("sd_us") ** 2 + pl.col("other_sd_us") ** 2).sqrt()
+    far = apart > thresholds.DISAGREEING_SD * (pl.col("sd_us") ** 2 + pl.col("other_sd_us") ** 2).sqrt()
     taken = pairs.filter(pl.col("other").is_null() | far | (pl.col("sd_us") <= pl.col("other_sd_us")))
     taken = taken.select("position", "engine", "at", "sd_us", "start_source")
     return pl.concat([taken, after.join(taken, on="position", how="anti").select(taken.columns)])

@@ -17,6 +17,7 @@ import polars.selectors as cs
 
 from tracefit.statistics import robust_sd_expr
 from tracefit.tables.schema import ENGINE
+from tracefit.timeline import thresholds
 from tracefit.timeline.engines import range_add
 from tracefit.timeline.logged_steps import LoggedSteps, is_change, is_logged
 from tracefit.timeline.request_graph import (
@@ -27,36 +28,21 @@ from tracefit.timeline.request_graph import (
     is_usable,
     potentials,
 )
-from tracefit.timeline.request_steps import STAMP_SD_US, RequestSteps, on_steps
+from tracefit.timeline.request_steps import RequestSteps, on_steps
 
 if TYPE_CHECKING:
     from tracefit.timeline.composition import EngineLimits
     from tracefit.timeline.engines import Floats, Ints
     from tracefit.timeline.request_graph import Graph
 
-_ZONE_S = 900
-"""Time zones differ by whole quarters of an hour."""
-
-_PRINTED_S = 0.5
-"""Longest time from the end of a step until its line is printed."""
-
 _MAX_PAIRS, _MAX_PROMPTS = 1_000_000, 300
 """Most pairs of a prompt and a line, and most prompts, that the difference of the clocks is computed from."""
-
-_MIN_EXPLAINED = 0.3
-"""Least share of these prompts that equal the prompt tokens of a line; prefix-cache hits and chunks make it smaller."""
-
-_MIN_AGREEMENT = 0.5
-"""Least share of the steps on which log and matched requests agree, if the two are of one server."""
 
 _SURE_VOTES = 5
 """Votes of a line with as many tokens; a line that is only the nearest has one vote, since outputs may be stamped some steps late."""
 
 _ROUNDS = 3
 """Rounds that match requests to lines of whole seconds, by times interpolated between the matched lines."""
-
-_NEAR_S = 0.05
-"""Largest difference of a fine stamp from the end of its step."""
 
 
 def place_on_log(requests: pl.DataFrame, clock: LoggedSteps, limits: EngineLimits) -> RequestSteps | None:
@@ -105,7 +91,10 @@ def place_on_log(requests: pl.DataFrame, clock: LoggedSteps, limits: EngineLimit
     if not is_placed.any():
         return None
     whole = np.interp(graph.time_us, graph.time_us[matched], ended[matched]).round().astype(np.int64)
-    if _agreement(lines, whole[graph.first][is_placed], whole[graph.last][is_placed]) < _MIN_AGREEMENT:
+    if (
+        _agreement(lines, whole[graph.first][is_placed], whole[graph.last][is_placed])
+        < thresholds.LEAST_AGREEMENT
+    ):
         return None
     epoch = base[np.searchsorted(base["base"].to_numpy(), whole[graph.last], side="right") - 1]
     placed = on_steps(rows, arrays, graph, whole, 0).with_columns(
@@ -139,21 +128,25 @@ def _log_ahead_s(prompts: pl.DataFrame, lines: pl.DataFrame, *, is_coarse: bool)
     ahead = pl.col("seconds") - pl.col("node_s")
     pairs = (
         tried.join(same, on="prefill_tokens")
-        .with_columns(quarters=(ahead / _ZONE_S).round())
-        .with_columns(rest=ahead - pl.col("quarters") * _ZONE_S)
-        .filter(pl.col("rest").is_between(-1.0 - _PRINTED_S, _PRINTED_S))
+        .with_columns(quarters=(ahead / thresholds.ZONE_S).round())
+        .with_columns(rest=ahead - pl.col("quarters") * thresholds.ZONE_S)
+        .filter(pl.col("rest").is_between(-1.0 - thresholds.PRINTED_S, thresholds.PRINTED_S))
     )
     counted = pairs.group_by("quarters").agg(pl.col("node_s").n_unique(), pl.col("rest").median())
     best = counted.sort("node_s", pl.col("quarters").abs(), descending=[True, False]).head(1)
-    if not best.height or best["node_s"][0] < _MIN_EXPLAINED * tried.height:
+    if not best.height or best["node_s"][0] < thresholds.LEAST_EXPLAINED * tried.height:
         return None
     quarters, _, rest = best.row(0)
-    return float(quarters * _ZONE_S + (0.0 if is_coarse else rest))
+    return float(quarters * thresholds.ZONE_S + (0.0 if is_coarse else rest))
 
 
 def _votes(ends: pl.DataFrame, lines: pl.DataFrame, *, is_coarse: bool) -> pl.DataFrame:
     """Return the lines that may end at each node: near its time with as many tokens as its prompts, or nearest to it: node, at, votes."""
-    window_s = (-1.0 - _PRINTED_S, _PRINTED_S) if is_coarse else (-_NEAR_S, _NEAR_S)
+    window_s = (
+        (-1.0 - thresholds.PRINTED_S, thresholds.PRINTED_S)
+        if is_coarse
+        else (-thresholds.NEAR_LINE_S, thresholds.NEAR_LINE_S)
+    )
     keyed = lines.filter(pl.col("prefill_tokens") > 0).select(
         "at", "seconds", "prefill_tokens", second=pl.col("seconds").floor()
     )
@@ -168,7 +161,9 @@ def _votes(ends: pl.DataFrame, lines: pl.DataFrame, *, is_coarse: bool) -> pl.Da
         nearest = ends.sort("node_s").join_asof(
             stamped, left_on="node_s", right_on="seconds", strategy="nearest", coalesce=False
         )
-        votes.append(nearest.filter(ahead.abs() < _NEAR_S).select("node", "at", votes=pl.lit(1)))
+        votes.append(
+            nearest.filter(ahead.abs() < thresholds.NEAR_LINE_S).select("node", "at", votes=pl.lit(1))
+        )
     return pl.concat(votes)
 
 
@@ -258,7 +253,7 @@ def _starts(
         *ENGINE,
         "ts_start_ns",
         step_id=pl.col("at") - pl.col("base") + 1,
-        start_sd_us=pl.lit(STAMP_SD_US),
+        start_sd_us=pl.lit(thresholds.STAMP_SD_US),
         start_source="cycle_source",
         pause=pl.lit(value=False),
     )

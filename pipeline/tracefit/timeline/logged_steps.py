@@ -19,37 +19,16 @@ import polars as pl
 from tracefit.statistics import Matrix, Vector, robust_sd, robust_sd_expr
 from tracefit.tables.schema import ENGINE, SERVER
 from tracefit.tables.sources import SOURCES, is_from, names_of
-
-_MAX_DIFFERENCE = 0.05
-"""Waits and work count as step times if their median difference from the clock is at most this share of it."""
-
-_MIN_WAIT_SHARE, _MIN_INTERVALS = 0.5, 8
-"""Least share of the waits in the time, and fewest intervals without idle time, to fit the work between them."""
+from tracefit.timeline import thresholds
 
 _HUBER, _ROUNDS = 1.345, 30
 """Residual, in standard deviations, from which on an interval weighs less (Huber 1964), and rounds of reweighting."""
-
-_FAR_SD = 4.0
-"""A step whose requests are all new comes after a pause if its time less its elapsed time is this many standard deviations above the
-usual."""
 
 CLOCK_JUMP = "steps.unix_ns jumps: the time to the next step is not a step's"
 """Reason of a step time that is left out because the clock of the log jumped in it."""
 
 MAYBE_JUMP = "steps.unix_ns may jump: a gap of whole half hours, to 2 s, before new requests is not taken for idle time"
 """Reason of a gap that is left out because a change of the time zone, or of daylight saving, looks like it."""
-
-_HALF_HOUR_US, _NEAR_US = 1800e6, 2e6
-"""One in 450 true pauses of that length is so near to whole half hours."""
-
-_FAR_RATIO, _LEAST_JUMP_US = 20.0, 2e6
-"""A time between two stamps that no pause explains is a jump of the clock if it is longer than so many times the usual, and by so much.
-
-The usual is the larger of the run's median time of a step, and its median ratio of time to printed waits: with asynchronous
-scheduling waits may be almost nothing."""
-
-_OUTPUTS_SHARE = 0.5
-"""Least share of the steps with output tokens in a run whose requests have several."""
 
 _EVEN_SD = 12.0**-0.5
 """Standard deviation of an even distribution, as a share of its width."""
@@ -62,10 +41,6 @@ _WORK = {
 }
 """The engine's work between two waits grows with these: steps, their requests, and the requests with prompt tokens; or else the wait
 itself."""
-
-_CLEARLY_BETTER = 0.8
-"""Work in proportion to the waits counts if it leaves less than this share of the deviations that work by step, request and prompt
-leaves."""
 
 _CHANGE = "_change"
 """The source of a start is that of its step: the stamp of the line before; with this behind it, a change of a coarse stamp."""
@@ -139,7 +114,7 @@ def log_clock(steps: pl.DataFrame) -> LoggedSteps:
     whole = (pl.col("count") == pl.col("step")) & (pl.col("time_us") > 0)
     slack = pl.when(whole).then((pl.col("time_us") - pl.col("wait")) / pl.col("step"))
     usual = pl.when(~may_pause).then(slack)
-    most = (usual.median() + _FAR_SD * robust_sd_expr(usual)).over(SERVER)
+    most = (usual.median() + thresholds.PAUSE_SD * robust_sd_expr(usual)).over(SERVER)
     # If every interval may have a pause, there is no usual slack to detect pauses with.
     starts = starts.with_columns(
         pause=may_pause & (slack > most).fill_null(value=True), reason=_jump_reason(whole, may_pause, is_open)
@@ -184,13 +159,14 @@ def _jump_reason(whole: pl.Expr, may_pause: pl.Expr, is_open: pl.Expr) -> pl.Exp
     """
     comparable = whole & ~may_pause
     time_us, wait_us, count = pl.col("time_us"), pl.col("wait"), pl.col("step")
+    # With asynchronous scheduling waits may be almost nothing, without prints of them nothing: the larger of both counts.
     step_us = pl.when(comparable).then(time_us / count).median().over(SERVER)
     ratio = pl.when(comparable & (wait_us > 0)).then(time_us / wait_us).median().over(SERVER)
     usual_us = pl.max_horizontal(step_us * count, ratio * wait_us)
-    is_far = (time_us > _FAR_RATIO * usual_us) & (time_us - usual_us > _LEAST_JUMP_US)
-    away_us = (time_us - usual_us) % _HALF_HOUR_US
-    is_even = (time_us > _HALF_HOUR_US / 2) & (
-        pl.min_horizontal(away_us, _HALF_HOUR_US - away_us) <= _NEAR_US
+    is_far = (time_us > thresholds.JUMP_RATIO * usual_us) & (time_us - usual_us > thresholds.LEAST_JUMP_US)
+    away_us = (time_us - usual_us) % thresholds.HALF_HOUR_US
+    is_even = (time_us > thresholds.HALF_HOUR_US / 2) & (
+        pl.min_horizontal(away_us, thresholds.HALF_HOUR_US - away_us) <= thresholds.NEAR_HALF_HOUR_US
     )
     reason = pl.when(~is_open).then(pl.lit(CLOCK_JUMP)).when(is_even).then(pl.lit(MAYBE_JUMP))
     return pl.when(whole & is_far).then(reason)
@@ -255,7 +231,7 @@ def _continues() -> pl.Expr:
     """
     tokens = pl.col("prefill_tokens")
     is_full = pl.col("is_fresh") & (tokens == tokens.max().over(SERVER))
-    have_outputs = (pl.col("num_decode_reqs") > 0).mean().over(SERVER) > _OUTPUTS_SHARE
+    have_outputs = (pl.col("num_decode_reqs") > 0).mean().over(SERVER) > thresholds.LEAST_OUTPUT_STEPS
     follows = is_full.shift(1).over(ENGINE) & pl.col("follows")
     return (pl.col("is_fresh") & follows & have_outputs).fill_null(value=False)
 
@@ -307,12 +283,12 @@ def _work(intervals: pl.DataFrame) -> tuple[float, ...] | None:
         intervals: time_us, and sums of `_WORK` of the intervals of a server that have no idle time.
     """
     time_us, waits_us = (intervals[name].to_numpy() for name in ("time_us", "wait"))
-    if waits_us.sum() < _MIN_WAIT_SHARE * time_us.sum():
+    if waits_us.sum() < thresholds.LEAST_WAIT_SHARE * time_us.sum():
         return None
     design = intervals.select(*_WORK).cast(pl.Float64).to_numpy()
     work_us = np.zeros(design.shape[1])
     rest_us = time_us - waits_us
-    if len(design) >= _MIN_INTERVALS:
+    if len(design) >= thresholds.LEAST_LINES:
         # Prompts count if their effect is clear; no part of the work takes negative time.
         for size in (3, 2, 1):
             work, sd = _robust(design[:, :size], rest_us)
@@ -321,10 +297,10 @@ def _work(intervals: pl.DataFrame) -> tuple[float, ...] | None:
                 break
         share, _ = _robust(design[:, 3:], rest_us)
         left_us = robust_sd(rest_us - design @ work_us)
-        if share[0] >= 0 and robust_sd(rest_us - design[:, 3:] @ share) < _CLEARLY_BETTER * left_us:
+        if share[0] >= 0 and robust_sd(rest_us - design[:, 3:] @ share) < thresholds.CLEARLY_BETTER * left_us:
             work_us = np.append(np.zeros(3), share)
     apart = np.median(np.abs(waits_us + design @ work_us - time_us) / time_us)
-    return tuple(work_us.tolist()) if apart <= _MAX_DIFFERENCE else None
+    return tuple(work_us.tolist()) if apart <= thresholds.MOST_WORK_DIFFERENCE else None
 
 
 def _robust(design: Matrix, target: Vector) -> tuple[Vector, Vector]:

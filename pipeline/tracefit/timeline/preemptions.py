@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from tracefit.timeline import thresholds
+
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tracefit.timeline.engines import Floats, Ints
-
-_MIN_LOST, _MIN_LOST_SHARE = 1.0, 0.01
-"""Steps without a token are a preemption if they are more than this, and more than this share of a request's tokens."""
 
 _LEVELS = 0.3, 1.0, 8
 """Levels to try: lowest and highest share of the peak of the cache with preemptions as late as possible, and their number."""
@@ -44,7 +43,7 @@ def steps_without_token(
         Indices of the preempted requests, the step that preempted each, and the step that resumed it.
     """
     lost = np.maximum(last - first - decodes, 0.0)
-    lost[lost <= np.maximum(_MIN_LOST, _MIN_LOST_SHARE * decodes)] = 0.0
+    lost[lost <= np.maximum(thresholds.LEAST_LOST_STEPS, thresholds.LEAST_LOST_SHARE * decodes)] = 0.0
     which = np.flatnonzero(lost)
     if not which.size:
         return which, lost[which], lost[which]
@@ -52,7 +51,7 @@ def steps_without_token(
     best, begins = np.inf, last[which] - lost[which]
     cached, _ = _cached(lives, begins, which)
     for full in cached.max() * np.linspace(*_LEVELS):
-        tried = _begins(*lives, full)[which]
+        tried = _FullCache(lives, full).run()[which]
         cached, waits = _cached(lives, tried, which)
         uneven = float(np.std(cached[waits]) / np.mean(cached[waits])) if waits.sum() > 1 else np.inf
         if uneven < best:
@@ -60,53 +59,82 @@ def steps_without_token(
     return which, begins, begins + lost[which]
 
 
-def _begins(
-    first: Floats, last: Floats, prompt: Floats, decodes: Floats, lost: Floats, full: float
-) -> Floats:
-    """Return the step that preempts each request if the cache is full at `full` tokens; shape (n,), infinite if no step does."""
-    begins = np.full(len(last), np.inf)
-    events = [(float(at), _LEAVES, i) for i, at in enumerate(last)]
-    events += [(float(at), _COMES, i) for i, at in enumerate(first)]
-    latest = np.maximum(last - lost, first + 1)
-    events += [(float(latest[i]), _LATEST, int(i)) for i in np.flatnonzero(lost)]
-    heapq.heapify(events)
-    running: dict[int, None] = {}
-    used, now = 0.0, 0.0
+class _FullCache:
+    """Requests that come, run and leave, in a cache that holds `full` tokens: whom it preempts, and at which step.
 
-    def preempt(i: int, at: float) -> None:
-        nonlocal used
-        del running[i]
-        begins[i] = at
-        used -= prompt[i] + at - first[i]
-        heapq.heappush(events, (at + float(lost[i]), _RESUMES, i))
+    Attributes:
+        begins: Step that preempts each request, shape (n,); infinite where no step has.
+    """
 
-    while events:
-        at, kind, i = events[0]
-        while used + len(running) * (at - now) > full:
-            # The last to come of the requests that lost steps.
-            victim = next((j for j in reversed(running) if lost[j] and np.isinf(begins[j])), None)
+    def __init__(self, lives: tuple[Floats, ...], full: float) -> None:
+        self._first, self._last, self._prompt, self._decodes, self._lost = lives
+        self._full, self._used, self._now = full, 0.0, 0.0
+        self._running: dict[int, None] = {}
+        self._latest = np.maximum(self._last - self._lost, self._first + 1)
+        self.begins = np.full(len(self._last), np.inf)
+        self._events = [(float(at), _LEAVES, i) for i, at in enumerate(self._last)]
+        self._events += [(float(at), _COMES, i) for i, at in enumerate(self._first)]
+        self._events += [(float(self._latest[i]), _LATEST, int(i)) for i in np.flatnonzero(self._lost)]
+        heapq.heapify(self._events)
+
+    def run(self) -> Floats:
+        """Return the step that preempts each request, at the latest the last that can have; shape (n,)."""
+        happens = {
+            _LEAVES: self._leaves,
+            _LATEST: self._preempted_at_latest,
+            _COMES: self._comes,
+            _RESUMES: self._resumes,
+        }
+        while self._events:
+            at, kind, i = self._events[0]
+            self._make_room_until(at)
+            if self._events[0][0] < at:
+                continue
+            heapq.heappop(self._events)
+            self._pass_to(at)
+            happens[kind](i, at)
+        return np.asarray(np.minimum(self.begins, self._latest))
+
+    def _make_room_until(self, at: float) -> None:
+        """Preempt while the cache is over full before a step: the last to come of the requests that lost steps."""
+        while self._used + len(self._running) * (at - self._now) > self._full:
+            victim = next((j for j in reversed(self._running) if self._may_lose(j)), None)
             if victim is None:
-                break
-            crossing = now + max(0.0, (full - used) / max(len(running), 1))
-            used += len(running) * (crossing - now)
-            now = crossing
-            preempt(victim, max(now, first[victim] + 1.0) if now > first[victim] else now + 1.0)
-        if events[0][0] < at:
-            continue
-        heapq.heappop(events)
-        used, now = used + len(running) * (at - now), at
-        if kind == _LEAVES and i in running:
-            del running[i]
-            used -= prompt[i] + decodes[i]
-        elif kind == _LATEST and i in running and np.isinf(begins[i]):
-            preempt(i, at)
-        elif kind == _COMES:
-            running[i] = None
-            used += prompt[i]
-        elif kind == _RESUMES and at < last[i]:
-            running[i] = None
-            used += prompt[i] + begins[i] - first[i]
-    return np.asarray(np.minimum(begins, latest))
+                return
+            self._pass_to(self._now + max(0.0, (self._full - self._used) / max(len(self._running), 1)))
+            begun = float(self._first[victim])
+            self._preempt(victim, max(self._now, begun + 1.0) if self._now > begun else self._now + 1.0)
+
+    def _may_lose(self, i: int) -> bool:
+        return bool(self._lost[i]) and bool(np.isinf(self.begins[i]))
+
+    def _pass_to(self, at: float) -> None:
+        """Let each running request decode until a step."""
+        self._used, self._now = self._used + len(self._running) * (at - self._now), at
+
+    def _preempt(self, i: int, at: float) -> None:
+        del self._running[i]
+        self.begins[i] = at
+        self._used -= self._prompt[i] + at - self._first[i]
+        heapq.heappush(self._events, (at + float(self._lost[i]), _RESUMES, i))
+
+    def _leaves(self, i: int, _: float) -> None:
+        if i in self._running:
+            del self._running[i]
+            self._used -= self._prompt[i] + self._decodes[i]
+
+    def _preempted_at_latest(self, i: int, at: float) -> None:
+        if i in self._running and np.isinf(self.begins[i]):
+            self._preempt(i, at)
+
+    def _comes(self, i: int, _: float) -> None:
+        self._running[i] = None
+        self._used += self._prompt[i]
+
+    def _resumes(self, i: int, at: float) -> None:
+        if at < self._last[i]:
+            self._running[i] = None
+            self._used += self._prompt[i] + self.begins[i] - self._first[i]
 
 
 def _cached(lives: tuple[Floats, ...], begins: Floats, which: Ints) -> tuple[Floats, NDArray[np.bool_]]:

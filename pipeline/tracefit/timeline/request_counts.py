@@ -16,6 +16,8 @@ import numpy as np
 import polars as pl
 
 from tracefit.statistics import robust_sd
+from tracefit.timeline import thresholds
+from tracefit.timeline.evidence_statistics import fullness, unevenness
 from tracefit.timeline.preemptions import steps_without_token
 from tracefit.timeline.request_graph import (
     REQUEST_COLUMNS,
@@ -30,29 +32,11 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tracefit.timeline.engines import Floats, Ints
+    from tracefit.timeline.evidence_statistics import Fullness
     from tracefit.timeline.request_graph import ConsistentEdges, Graph
 
 _ROUNDS = 4
-_SURE_SD = 1.3
-"""Clusters join where every other integer is further off than this many standard deviations."""
-
-_MIN_INTERVALS = 20
-"""Fewest intervals that show how step times scatter."""
-
-_MIN_FULL_STEPS, _MIN_QUEUE_STEPS = 500, 100
-"""Fewest steps with a full cache that show whether the recorded requests fill it, and fewest plain ones while a request waits."""
-
-_QUEUE_STEPS = 5.0
-"""A request that waits for more steps than this waits in a queue: a step in progress and the order of arrivals take less."""
-
-_ABOUT_MOST = 0.95
-"""Share of the most requests that is about as many: one that finishes is replaced a step later."""
-
-_SPEED_US = 10e6
-"""The machine has one speed for this long, and the recorded batches explain the times around it."""
-
-_QUIET_REQUESTS = 7.0
-"""Requests that the mean rate predicts for a time without any: e^-7 is a chance of 0.1 %."""
+"""Rounds in which model and steps give each other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +49,8 @@ class Counts:
         plain: The intervals whose steps compute no known prompt.
         prompt_us: Time that each request's prompt adds to its steps, shape (requests,).
         prompts_per_step: Known prompts over the steps that were counted.
-        unevenness: Spread of the tokens in the caches while preempted requests wait, 10th to 90th percentile, as a share of the
-            median; null where that is rare.
-        fullness: How full the engine was in plain steps while known requests waited in a queue; null where that is rare.
+        unevenness: *U* of the tokens in the caches while preempted requests wait; null where that is rare.
+        fullness: *F*, how full the engine was in plain steps while known requests waited in a queue; null where that is rare.
     """
 
     number: Ints
@@ -77,18 +60,6 @@ class Counts:
     prompts_per_step: float
     unevenness: float | None
     fullness: Fullness | None
-
-
-class Fullness(NamedTuple):
-    """How evenly the known requests fill an engine that lets others wait.
-
-    Attributes:
-        most: Share of the steps in which about as many requests run as in the fullest of them.
-        unevenness: Spread of the tokens in their caches, 10th to 90th percentile, as a share of the median.
-    """
-
-    most: float
-    unevenness: float
 
 
 class PlainIntervals(NamedTuple):
@@ -109,18 +80,50 @@ class PlainIntervals(NamedTuple):
 
 def count_nodes(arrays: RequestArrays, graph: Graph, edges: ConsistentEdges) -> Counts:
     """Return the step number of every node; `edges` are those of the graph that do not contradict each other."""
-    busy = graph.busy
-    least = np.where(busy, 1.0, 0.0)
+    server = _CountedServer(arrays, graph, edges.preempted)
+    number = _whole_numbers(server, *_estimated_steps(server, edges))
+    return _facts(server, number)
+
+
+@dataclass(frozen=True, slots=True)
+class _CountedServer:
+    """Requests of a server whose steps are counted, their graph, and the requests among them that were preempted."""
+
+    arrays: RequestArrays
+    graph: Graph
+    preempted: Ints
+
+    @property
+    def least(self) -> Floats:
+        """Fewest steps between neighbouring nodes: one where a request is in the engine; shape (size - 1,)."""
+        return np.where(self.graph.busy, 1.0, 0.0)
+
+    def batches(self, number: Floats) -> _Batches:
+        """Return the batches of the intervals, with the nodes at some steps."""
+        return _batches(self.arrays, self.graph, number, self.preempted)
+
+
+def _terms(steps: Floats, batch: _Batches) -> Floats:
+    """Return the terms of a step's time, summed over the steps of each interval; shape (size - 1, 5)."""
+    return np.asarray(
+        np.c_[steps, steps * batch.run, steps * batch.read, batch.tokens, batch.prompts], np.float64
+    )
+
+
+def _estimated_steps(server: _CountedServer, edges: ConsistentEdges) -> tuple[Ints, Floats, Floats]:
+    """Return the cluster of each node, its exact steps from the first node of the cluster, and the steps of each interval, not yet whole.
+
+    The steps give a model of a step's time, and the model the steps that fit into the time between two clusters, in turn.
+    """
+    graph, busy, least = server.graph, server.graph.busy, server.least
     time_us = np.diff(graph.time_us)
-    steps, preempted = edges.guess, edges.preempted
     root, exact_offset = potentials(graph.size, edges.begin, edges.end, edges.steps)
     exact = np.unique(root, return_inverse=True)[1]
-    cluster, offset = exact, exact_offset
+    cluster, offset, steps = exact, exact_offset, edges.guess
+    used = busy & (time_us > 0)
     for turn in range(_ROUNDS):
-        at = np.r_[0.0, np.cumsum(steps)]
-        batch = _batches(arrays, graph, at, preempted)
-        x = np.c_[steps, steps * batch.run, steps * batch.read, batch.tokens, batch.prompts]
-        used = busy & (time_us > 0)
+        batch = server.batches(np.r_[0.0, np.cumsum(steps)])
+        x = _terms(steps, batch)
         beta = robust_fit(x[used], time_us[used])
         step_us = np.maximum(beta[0] + beta[1] * batch.run + beta[2] * batch.read, 1e-3)
         prompts_us = beta[3] * batch.tokens + beta[4] * batch.prompts
@@ -136,32 +139,44 @@ def count_nodes(arrays: RequestArrays, graph: Graph, edges: ConsistentEdges) -> 
         goal = offset[end] - offset[begin]
         forward = goal > 0
         steps = fit_steps(graph, guess, begin[forward], end[forward], goal[forward], least)
-    at = np.r_[0.0, np.cumsum(steps)]
-    first = pl.DataFrame({"cluster": cluster, "first": at - offset}).select(
+    return cluster, offset, steps
+
+
+def _whole_numbers(server: _CountedServer, cluster: Ints, offset: Floats, steps: Floats) -> Ints:
+    """Return the step number of every node, from whole numbers of steps between the clusters; shape (size,)."""
+    number = np.r_[0.0, np.cumsum(steps)]
+    first = pl.DataFrame({"cluster": cluster, "first": number - offset}).select(
         pl.col("first").median().round().over("cluster")
     )
-    number = (first.to_series().to_numpy() + offset).round().astype(np.int64)
+    whole = (first.to_series().to_numpy() + offset).round().astype(np.int64)
     # Two clusters whose order is not sure may cross: numbers grow with time, by one at least where a step ended.
-    grown = np.cumsum(np.r_[0, least]).astype(np.int64)
-    number = np.maximum.accumulate(number - grown) + grown
+    grown = np.cumsum(np.r_[0, server.least]).astype(np.int64)
+    return np.asarray(np.maximum.accumulate(whole - grown) + grown)
+
+
+def _facts(server: _CountedServer, number: Ints) -> Counts:
+    """Return the facts of the intervals between nodes with known step numbers."""
+    arrays, graph, busy = server.arrays, server.graph, server.graph.busy
+    time_us = np.diff(graph.time_us)
     steps = np.diff(number).astype(np.float64)
     whole = is_completely_recorded(arrays, graph)
     scheduling = graph.interval_sums(graph.scheduled, graph.first, np.ones(len(graph.first)))
     counted = busy & (time_us > 0) & (steps > 0)
     plain = counted & (scheduling == 0) & whole[1:] & whole[:-1]
-    batch = _batches(arrays, graph, number.astype(np.float64), preempted)
-    x = np.c_[steps, steps * batch.run, steps * batch.read, batch.tokens, batch.prompts]
+    batch = server.batches(number.astype(np.float64))
+    x = _terms(steps, batch)
     beta = robust_fit(x[counted], time_us[counted]) if counted.any() else np.zeros(5)
     waits = batch.waiting > 0
-    queued = plain & _has_queue(arrays, graph, float(time_us[counted].sum() / max(steps[counted].sum(), 1.0)))
+    step_us = float(time_us[counted].sum() / max(steps[counted].sum(), 1.0))
+    queued = plain & _has_queue(arrays, graph, step_us)
     return Counts(
         number,
         busy,
         _plain(graph.time_us[:-1][plain], x[plain, :3], time_us[plain]),
         beta[3] * arrays.prompt_tokens + beta[4],
         float(batch.prompts[counted].sum() / max(steps[counted].sum(), 1.0)),
-        _unevenness(batch.read[waits], steps[waits], _MIN_FULL_STEPS),
-        _fullness(batch.run[queued], batch.read[queued], steps[queued]),
+        unevenness(batch.read[waits], steps[waits], thresholds.LEAST_FULL_STEPS),
+        fullness(batch.run[queued], batch.read[queued], steps[queued]),
     )
 
 
@@ -232,34 +247,17 @@ def _plain(at_us: Floats, x: Floats, time_us: Floats) -> PlainIntervals:
     if not len(time_us):
         return PlainIntervals(at_us, x[:, 0], time_us, time_us)
     model_us = np.maximum(x @ robust_fit(x, time_us), 1e-3)
-    around = pl.DataFrame({"window": at_us // _SPEED_US, "log": np.log(time_us / model_us)})
+    around = pl.DataFrame({"window": at_us // thresholds.SPEED_US, "log": np.log(time_us / model_us)})
     speed = np.exp(around.select(pl.col("log").median().over("window")).to_series().to_numpy())
     return PlainIntervals(at_us, x[:, 0], time_us, model_us * speed)
 
 
 def _has_queue(arrays: RequestArrays, graph: Graph, step_us: float) -> NDArray[np.bool_]:
     """Return between which nodes a known request waits that came some steps ago: only a full engine lets it wait; shape (size - 1,)."""
-    waits = graph.scheduled_us - arrays.arrival_us > _QUEUE_STEPS * step_us
-    begin = np.searchsorted(graph.time_us, arrays.arrival_us[waits] + _QUEUE_STEPS * step_us)
+    waits = graph.scheduled_us - arrays.arrival_us > thresholds.QUEUE_STEPS * step_us
+    begin = np.searchsorted(graph.time_us, arrays.arrival_us[waits] + thresholds.QUEUE_STEPS * step_us)
     begin = np.minimum(begin, graph.scheduled[waits])
     return graph.interval_sums(begin, graph.scheduled[waits], np.ones(len(begin))) > 0
-
-
-def _fullness(run: Floats, read: Floats, steps: Floats) -> Fullness | None:
-    unevenness = _unevenness(read, steps, _MIN_QUEUE_STEPS)
-    if unevenness is None or len(run) < _MIN_INTERVALS:
-        return None
-    is_most = run >= _ABOUT_MOST * np.quantile(run, 0.99)
-    return Fullness(float(steps[is_most].sum() / steps.sum()), unevenness)
-
-
-def _unevenness(read: Floats, steps: Floats, least_steps: float) -> float | None:
-    if steps.sum() < least_steps:
-        return None
-    order = np.argsort(read)
-    share = np.cumsum(steps[order]) / steps.sum()
-    low, middle, high = (float(read[order][np.searchsorted(share, q)]) for q in (0.1, 0.5, 0.9))
-    return (high - low) / middle
 
 
 def _joined(
@@ -279,7 +277,7 @@ def _joined(
             .agg(apart=(pl.col("apart") * pl.col("weight")).sum() / weight, weight=weight)
             .with_columns(whole=pl.col("apart").round())
             .with_columns(z=(0.5 - (pl.col("apart") - pl.col("whole")).abs()) * pl.col("weight").sqrt())
-            .filter(pl.col("z") > _SURE_SD)
+            .filter(pl.col("z") > thresholds.SURE_WHOLE_SD)
             .sort("z", "a", "b", descending=[True, False, False])
             .with_row_index("rank")
         )
@@ -305,6 +303,6 @@ def is_completely_recorded(arrays: RequestArrays, graph: Graph) -> NDArray[np.bo
     # Requests that arrived after the last recorded one, and were short enough to have ended too.
     short = np.clip(ends.max() - arrays.arrival_us.max() - stays, 0.0, None)
     expected = float(short.sum()) / max(float(np.ptp(arrays.arrival_us)), 1.0)
-    until = ends.max() if expected > _QUIET_REQUESTS else ends.max() - stays.max()
+    until = ends.max() if expected > thresholds.QUIET_REQUESTS else ends.max() - stays.max()
     inside: NDArray[np.bool_] = (graph.time_us >= ends.min()) & (graph.time_us <= until)
     return inside

@@ -14,23 +14,12 @@ import numpy as np
 import polars as pl
 
 from tracefit.tables.dialects import CLIENT, STOCK
+from tracefit.timeline import thresholds
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tracefit.timeline.engines import Floats, Ints
-
-SAME_STEP_NS = 1_500
-"""Stamps of one step differ by the rounding of seconds as floats, 240 ns; stamps of different steps by the time of a step."""
-
-_CLIENT_SAME_STEP_SHARE = 1 / 3
-"""A client receives the tokens of one step within this share of a short step of each other."""
-
-_NEAR_SHARE = 0.25
-"""Times within this share of a short step are the end of the same step."""
-
-_CLEAR_MULTIPLE = 2.4
-"""A time farther than this multiple of the `_NEAR_SHARE` distance from every node is at none; between the two limits it is ambiguous."""
 
 DEFAULT_TOKEN_BUDGET = 2_048
 """Token budget of a step if it is unknown: the smallest default of vLLM."""
@@ -38,18 +27,8 @@ DEFAULT_TOKEN_BUDGET = 2_048
 _FIT_ROUNDS, _FIT_TOLERANCE = 300, 1e-3
 """Most rounds of `fit_steps`, and the change that ends them. Where requests of minutes overlap, 30 rounds leave errors of 2 %."""
 
-_FAR_STEPS, _FAR_SHARE, _USUAL_FAR_SHARE = 1.0, 0.03, 0.02
-"""An edge is far off if it differs by more steps than this, and by more than this share of its steps. The last value is above the
-share of such edges in runs with one token per step."""
-
-MAX_CONTRADICTING = 0.1
-"""Largest share of requests whose steps may contradict the steps of other requests."""
-
-_QUICK_QUANTILE, _LATE_SHARE = 0.2, 0.01
-"""Quantile of the times per token at which a request was not preempted, and the share of its steps by which a preempted one is late."""
-
-_TRIM_ROUNDS, _MIN_TRIMMED_SHARE = 100, 0.5
-"""Most rounds that leave out preempted requests, and the least share of the requests that must remain."""
+_TRIM_ROUNDS = 100
+"""Most rounds that leave out preempted requests."""
 
 _SERVER_TIMES = ("arrival_ns", "ttft_us", "e2e_us", "queue_wait_us", "prefill_us", "decode_us")
 _OLD_TIMES = ("arrival_ns", "ttft_us", "e2e_us")
@@ -137,7 +116,10 @@ class RequestArrays:
         """Return a client's times as times of steps: each is the first that the client received of its step."""
         stamps = np.concatenate([self.first_token_ns, self.last_token_ns])
         order = np.argsort(stamps, kind="stable")
-        is_new = np.diff(stamps[order], prepend=0) > _CLIENT_SAME_STEP_SHARE * 1e3 * self.short_step_us()
+        is_new = (
+            np.diff(stamps[order], prepend=0)
+            > thresholds.SAME_CLIENT_STAMP_SHARE * 1e3 * self.short_step_us()
+        )
         stamps[order] = stamps[order][np.maximum.accumulate(np.where(is_new, np.arange(len(stamps)), 0))]
         first, last = np.split(stamps, 2)
         return replace(
@@ -275,12 +257,15 @@ class Graph:
         guess = fit_steps(self, guess, *edges, least)
         sums = np.r_[0.0, np.cumsum(guess)]
         off = np.abs(self.steps - sums[self.end] + sums[self.begin])
-        near = off <= np.maximum(_FAR_STEPS, _FAR_SHARE * self.steps)
+        near = off <= np.maximum(thresholds.FAR_STEPS, thresholds.FAR_SHARE * self.steps)
         contradicting = 1 - float(near.mean()) if near.size else 0.0
-        if contradicting < _USUAL_FAR_SHARE and self._are_consistent(*edges).all():
+        if contradicting < thresholds.USUAL_CONTRADICTING and self._are_consistent(*edges).all():
             return ConsistentEdges(guess, *edges, contradicting, np.empty(0, np.int64))
         count, preempted = len(self.steps), np.empty(0, np.int64)
-        if contradicting > MAX_CONTRADICTING and (on_time := self._never_preempted(least)) is not None:
+        if (
+            contradicting > thresholds.MOST_CONTRADICTING
+            and (on_time := self._never_preempted(least)) is not None
+        ):
             near, contradicting, count = on_time, 0.0, int(on_time.sum())
             preempted = self.decoded[~on_time[: len(self.decoded)]]
         begin, end, steps = (edge[near] for edge in edges)
@@ -298,23 +283,25 @@ class Graph:
         """
         tokens = self.with_token_edges_only()
         begin, end, steps = tokens.begin, tokens.end, tokens.steps
-        quick_us = float(np.quantile((self.time_us[end] - self.time_us[begin]) / steps, _QUICK_QUANTILE))
+        quick_us = float(
+            np.quantile((self.time_us[end] - self.time_us[begin]) / steps, thresholds.QUICK_QUANTILE)
+        )
         guess = np.maximum(np.diff(self.time_us) / max(quick_us, 1.0), 1.0) * least
         kept = np.ones(len(steps), bool)
         for _ in range(_TRIM_ROUNDS):
             counts = fit_steps(self, guess, begin[kept], end[kept], steps[kept], least)
             sums = np.r_[0.0, np.cumsum(counts)]
             ahead = steps - (sums[end] - sums[begin])
-            is_late = ahead < -np.maximum(_FAR_STEPS, _LATE_SHARE * steps)
-            furthest = is_late & (ahead <= min(float(np.quantile(ahead[kept], 0.05)), -_FAR_STEPS))
+            is_late = ahead < -np.maximum(thresholds.FAR_STEPS, thresholds.LATE_SHARE * steps)
+            furthest = is_late & (ahead <= min(float(np.quantile(ahead[kept], 0.05)), -thresholds.FAR_STEPS))
             next_kept = (kept & ~furthest) | ~is_late
-            if next_kept.sum() < _MIN_TRIMMED_SHARE * len(steps):
+            if next_kept.sum() < thresholds.LEAST_NOT_PREEMPTED * len(steps):
                 return None
             if (next_kept == kept).all():
                 break
             kept = next_kept
-        near = np.abs(ahead[kept]) <= np.maximum(_FAR_STEPS, _LATE_SHARE * steps[kept])
-        if not kept.any() or 1 - near.mean() > MAX_CONTRADICTING:
+        near = np.abs(ahead[kept]) <= np.maximum(thresholds.FAR_STEPS, thresholds.LATE_SHARE * steps[kept])
+        if not kept.any() or 1 - near.mean() > thresholds.MOST_CONTRADICTING:
             return None
         # Edges from scheduling to a first token say little here, and may be wrong.
         is_kept = np.zeros(len(self.steps), bool)
@@ -334,7 +321,7 @@ def build_graph(arrays: RequestArrays, budget: float) -> Graph:
         budget: Token budget of a step: longer prompts are computed in chunks.
     """
     first, last, at, conflicts = _token_nodes(arrays)
-    near = _NEAR_SHARE * arrays.short_step_us()
+    near = thresholds.NEAR_SHARE * arrays.short_step_us()
     scheduled_us, in_one_step, into_idle, lag = _scheduling(arrays, first, last, at, budget)
     token_nodes = len(at)
     right = np.minimum(np.searchsorted(at, scheduled_us), token_nodes - 1)
@@ -343,7 +330,7 @@ def build_graph(arrays: RequestArrays, budget: float) -> Graph:
     apart = np.abs(at[nearest] - scheduled_us)
     snapped = (apart < near) & (nearest != first)
     # A time that is neither at a node nor clearly away from every node is ambiguous and gets no node.
-    is_clear = (in_one_step & (snapped | (apart > _CLEAR_MULTIPLE * near))) | into_idle
+    is_clear = (in_one_step & (snapped | (apart > thresholds.CLEAR_MULTIPLE * near))) | into_idle
     used = np.flatnonzero(is_clear & (not arrays.is_client))
     added = used[~snapped[used]]
     added = added[np.argsort(scheduled_us[added], kind="stable")]
@@ -399,14 +386,14 @@ def _token_nodes(arrays: RequestArrays) -> tuple[Ints, Ints, Floats, float]:
     n = len(arrays.decode_steps)
     stamps = np.concatenate([arrays.first_token_ns, arrays.last_token_ns])
     order = np.argsort(stamps, kind="stable")
-    numbers = np.cumsum(np.diff(stamps[order], prepend=stamps[order[0]]) > SAME_STEP_NS)
+    numbers = np.cumsum(np.diff(stamps[order], prepend=stamps[order[0]]) > thresholds.SAME_STAMP_NS)
     node = np.empty(2 * n, np.int64)
     node[order] = numbers
     first, last = node[:n], node[n:]
     wall_us = np.bincount(node, (stamps - arrays.zero_ns) / 1e3) / np.bincount(node)
     root, relative_us = potentials(len(wall_us), first, last, arrays.decode_us)
     off_us = np.abs(relative_us[last] - relative_us[first] - arrays.decode_us)
-    is_wrong = off_us > _NEAR_SHARE * arrays.short_step_us()
+    is_wrong = off_us > thresholds.NEAR_SHARE * arrays.short_step_us()
     # The engine's clock is exact within a component. A busy front end stamps outputs late, never early: the earliest stamp
     # gives the time of the component on the wall clock.
     shifts = pl.DataFrame({"root": root, "shift_us": wall_us - relative_us})
@@ -418,7 +405,7 @@ def _scheduling(
     arrays: RequestArrays, first: Ints, last: Ints, at: Floats, budget: float
 ) -> tuple[Floats, NDArray[np.bool_], NDArray[np.bool_], int]:
     """Return when each request was scheduled, whether in one step, whether into an idle engine, and the steps scheduled ahead."""
-    near = _NEAR_SHARE * arrays.short_step_us()
+    near = thresholds.NEAR_SHARE * arrays.short_step_us()
     if arrays.is_client:
         never = np.zeros(len(first), bool)
         return at[first] - near, ~never, never, 0

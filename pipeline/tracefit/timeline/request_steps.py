@@ -14,6 +14,7 @@ import numpy as np
 import polars as pl
 
 from tracefit.tables.schema import ENGINE, JOURNEY_EVENTS, REQUESTS, SERVER
+from tracefit.timeline import thresholds
 from tracefit.timeline.preemptions import steps_without_token
 from tracefit.timeline.request_counts import CountedRequests, is_completely_recorded
 from tracefit.timeline.request_evidence import examine
@@ -25,9 +26,6 @@ if TYPE_CHECKING:
     from tracefit.timeline.composition import EngineLimits
     from tracefit.timeline.engines import Ints
     from tracefit.timeline.request_graph import Graph, RequestArrays
-
-STAMP_SD_US = 100.0
-"""Error of a node's time on the wall clock, measured on two machines."""
 
 _WINDOWS, _WINDOW_REQUESTS = 8, 2_000
 """Number of windows of a long recording whose requests get steps, and of requests in each: a model needs no more, and memory is
@@ -132,7 +130,10 @@ def _placed(rows: pl.DataFrame, counted: CountedRequests) -> tuple[pl.DataFrame,
     step_of_node = {"step_id": ended + 1 + graph.lag, "ts_start_ns": arrays.to_ns(graph.time_us)}
     starts = pl.DataFrame(step_of_node).filter(is_completely_recorded(arrays, graph))
     starts = starts.unique("step_id", keep="last", maintain_order=True).with_columns(
-        **engine, start_sd_us=pl.lit(STAMP_SD_US), start_source=pl.lit("request"), pause=pl.lit(value=False)
+        **engine,
+        start_sd_us=pl.lit(thresholds.STAMP_SD_US),
+        start_source=pl.lit("request"),
+        pause=pl.lit(value=False),
     )
     return on_steps(rows, arrays, graph, ended, graph.lag), starts
 
