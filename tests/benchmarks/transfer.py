@@ -5,7 +5,8 @@
 
 DATA is a folder with `fpm-b300/`, runs recorded as ForwardPassMetrics, and a step-traced run of an H100 (see `gpu.py`); FOLDER has further
 runs of the same kind, one folder each, which are only predicted. Prints mean absolute errors of step times in percent: of each kind of
-transfer without any step of the server, and after 20 and 100 well-spread ones. `--generated` does so on servers of the generator: four
+transfer without any step of the server, and after 20 and 100 well-spread ones; and median errors of the law in the package on the steps
+without prompts, some of them used for it (`make law`). `--generated` does so on servers of the generator: four
 laws, three models, three GPUs and three sizes of tensor parallelism.
 """
 
@@ -22,6 +23,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 import tracefit
+from tracefit.coefficients.boxed import boxed_law
 from tracefit.commands.deployments import deployments_of, load_deployment, write_timelines
 from tracefit.fit.deployments import with_seen_limits
 from tracefit.fit.fitted import target_of
@@ -164,6 +166,13 @@ def recorded(data: Path, more: Path | None, folder: Path) -> Iterator[Case]:
     for model in ("qwen3.6", "qwen3-32b"):
         rest = [one for one in sources if model not in one.deployment_id]
         yield Case(f"unseen model, {model} from the others", of(model, every), lambda _, rest=rest: rest)
+    law = boxed_law("vllm").fitted()
+    for name, one in every.items():
+        actual, predicted = target_of(one.rows), law.predict(one.rows)
+        off = (predicted / actual - 1)[~prompts_of(one.rows)]
+        print(
+            f"| law in the package, decode steps | {name} | {100 * np.median(np.abs(off)):.1f} | {100 * np.median(off):+.1f} |"
+        )
 
 
 def generated(folder: Path) -> Iterator[Case]:

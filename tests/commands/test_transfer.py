@@ -357,7 +357,6 @@ def test_the_time_of_a_step_is_the_laws_sum(untraced):
     expected = value["one"] + value["kernels"] * layers * 11 + value["all_reduces"] * 2 * layers
     expected += value["weight_read_us"] * 2 * weights / 2 / bytes_per_us
     expected += value["decode_kv_read_us"] * 16 * 1_000 * model.kv_bytes_per_token / 2 / bytes_per_us
-    expected += value["decode_matrix_us"] * 16 * 2 * weights / 2 / 989.5e6
     expected += value["tp_comm_us"] * 16 * 2 * layers * 4096 * 2 * 2 / 2 / 450e3
     expected += value["batch_requests"] * 16 + value["layers_x_graph_requests"] * layers * 16
     step = tracefit.load(untraced).predict_step(batch=16, context=1_000)

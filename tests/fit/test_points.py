@@ -29,7 +29,6 @@ TRUTH = {
     "decode_kv_read_us": 1.3,
     "prompt_matrix_us": 1.6,
     "prompt_attention_us": 1.5,
-    "decode_matrix_us": 1.5,
     "tp_comm_us": 1.5,
     "batch_requests": 5.0,
 }
@@ -114,6 +113,29 @@ def test_another_tensor_parallelism_follows_from_points():
     assert np.abs(predicted / target_of(unseen.rows.rows) - 1).mean() < 0.05
 
 
+def test_steps_are_a_server_like_those_with_points():
+    """12 points of each of two servers at the planted law, and 600 steps of a third that take twice as long: a third of the weight."""
+    with_points = [_server(tp=tp, noise=0.0) for tp in (1, 2)]
+    steps = PointServer.of_steps(
+        LawRows(with_points[0].deployment, pl.concat([with_points[0].rows.rows] * 50))
+    )
+    without_prompts = steps.rows.rows.with_columns(of_num_prefill_reqs=0.0, y=2 * pl.col("y"))
+    doubled = PointServer(steps.deployment, steps.points, LawRows(steps.deployment, without_prompts))
+    assert not doubled.has_points
+    alone = fit_points(with_points)
+    both = fit_points([*with_points, doubled])
+    ratio = both.predict(with_points[0].rows.rows) / alone.predict(with_points[0].rows.rows)
+    # The robust mean of times 1, 1 and 2; the last is on one of two servers only.
+    assert 1.0 < float(np.median(ratio)) < 1.5
+    folds = leave_points_out([*with_points, doubled], "tensor_parallel")
+    assert sum(len(fold.actual) for fold in folds) == 24
+
+
+def test_only_steps_without_a_prompt_are_taken():
+    rows = _server().rows.rows.with_columns(of_num_prefill_reqs=pl.Series([0.0, 1.0] * 6))
+    assert PointServer.of_steps(LawRows(deployment_of(_context()), rows)).rows.rows.height == 6
+
+
 def test_servers_that_are_left_out_show_the_errors_and_the_interval():
     servers = [_server(config, gpu, 2) for config in (DENSE, LARGE) for gpu in ("H100", "H200")]
     folds = leave_points_out(servers, "model_and_gpu")
@@ -148,6 +170,7 @@ def test_ten_points_draw_the_law():
 def test_points_show_no_launches():
     assert {t.feature.name for t in LAW} - {t.feature.name for t in POINT_TERMS} == {
         "prompt_kernels",
+        "decode_matrix_us",
         "launched_small",
         "launched_large",
     }

@@ -4,7 +4,8 @@
 
 SAMPLE is the wheel `aiconfigurator-core` 0.12.0 (Apache-2.0; `pip download --no-deps aiconfigurator-core==0.12.0`), which has measured points
 of servers (`silicon_sample.csv`) and the configurations of their models. Only points of vLLM that serves all of a request itself are used, with
-one rank of data parallelism, no pipeline, and up to eight GPUs. The points are not copied: what is written are the law and its errors.
+one rank of data parallelism, no pipeline, and up to eight GPUs. The decode steps of two servers in `fixtures/runs` are beside them. The points
+are not copied: what is written are the law and its errors.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import hashlib
 import io
 import json
 import sys
+import tempfile
 import zipfile
 from collections import Counter
 from pathlib import Path
@@ -20,15 +22,23 @@ from typing import Any
 
 import polars as pl
 
+import tracefit
 from tracefit.coefficients.boxed import box
+from tracefit.commands.deployments import deployments_of, load_deployment, sample_runs, write_timelines
 from tracefit.commands.transfer import with_blocks
 from tracefit.errors import TracefitError
 from tracefit.fit.points import PointServer
+from tracefit.fit.transfer import law_rows
 from tracefit.server.context import RunContext, deployment_of
 from tracefit.server.hardware import find_gpu
 from tracefit.server.model_config import parse_architecture
 from tracefit.server.settings import settings_from
+from tracefit.tables.store import TableStore
 
+FIXTURES = Path(__file__).parents[2] / "fixtures" / "runs"
+_STEPS = ("h100-codellama-34b-tp2-general", "qwen3.6-35b-a3b-tp2")
+"""Runs on GPUs; the third, Qwen3-32B on B300, stays out, so that the decode steps of this model are a test of the law."""
+_MOST_ROWS = 100_000
 OUT = Path(__file__).parents[2] / "pipeline" / "tracefit" / "coefficients" / "law_vllm.json"
 _SAMPLE = "aiconfigurator_core/systems/silicon_sample.csv"
 _CONFIGS = "aiconfigurator_core/model_configs"
@@ -112,6 +122,19 @@ def _context(sample: zipfile.ZipFile, model: str, method: str | None, system: st
     return RunContext(settings_from({}, where=name), architecture, find_gpu(system.split("_", maxsplit=1)[0]))
 
 
+def steps_of(folder: Path) -> list[PointServer]:
+    """Return the servers in `fixtures/runs` whose decode steps are used; `folder` is for their tables."""
+    found = []
+    for name in _STEPS:
+        tracefit.ingest([FIXTURES / name], folder / name)
+        store = TableStore(folder / name).require()
+        runs = store.read("runs", None)
+        ((deployment, members),) = deployments_of(runs, name)
+        write_timelines(store, kept := sample_runs(runs, members, most_rows=_MOST_ROWS, most_runs=1))
+        found.append(PointServer.of_steps(law_rows(deployment, load_deployment(store, kept))))
+    return found
+
+
 def _columns(points: pl.DataFrame) -> pl.DataFrame:
     return points.select(
         concurrency=pl.col("batch_size").cast(pl.Float64),
@@ -127,10 +150,12 @@ def main() -> None:
     path = Path(sys.argv[1])
     with zipfile.ZipFile(path) as sample:
         servers, rows = servers_of(sample)
+    with tempfile.TemporaryDirectory() as folder:
+        servers += steps_of(Path(folder))
     law = box(
         servers,
         engine="vllm",
-        source="silicon_sample.csv of aiconfigurator-core 0.12.0 (ai-dynamo/aiconfigurator, Apache-2.0)",
+        source="silicon_sample.csv of aiconfigurator-core 0.12.0 (ai-dynamo/aiconfigurator, Apache-2.0), and decode steps of two runs in fixtures/runs",
         sha256=hashlib.sha256(path.read_bytes()).hexdigest(),
         command="make law SAMPLE=aiconfigurator_core-0.12.0-*.whl",
         rows=rows,

@@ -35,7 +35,7 @@ KINDS: tuple[TransferKind, ...] = ("tensor_parallel", "model", "gpu", "model_and
 
 
 class BoxedServer(Strict):
-    """A server whose points the law is fitted to.
+    """A server whose points or steps the law is fitted to.
 
     Attributes:
         deployment_id: Its id.
@@ -43,6 +43,7 @@ class BoxedServer(Strict):
         gpu: Its GPU.
         tensor_parallel: GPUs that share its layers.
         points: Points that are used.
+        steps: Steps that are used.
     """
 
     deployment_id: str
@@ -50,6 +51,7 @@ class BoxedServer(Strict):
     gpu: str
     tensor_parallel: int
     points: int
+    steps: int = 0
 
 
 class BoxedErrors(Strict):
@@ -187,7 +189,7 @@ def box(
     """Fit a law to the points of some servers, and measure it on servers that are left out.
 
     Args:
-        servers: The servers, each with at least one point.
+        servers: The servers, each with at least one point or step.
         engine: Their engine.
         source: Name of the points, and where they are published.
         sha256: Digest of the file with them.
@@ -198,7 +200,8 @@ def box(
     folds = {kind: leave_points_out(servers, kind) for kind in KINDS}
     laws = [fold.law for of_kind in folds.values() for fold in of_kind]
     contexts = [one.deployment.context for one in servers]
-    batches = pl.concat([one.rows.rows for one in servers])
+    columns = ("of_context_tokens", "of_num_decode_reqs")
+    batches = pl.concat([one.rows.rows.select(pl.col(columns).cast(pl.Float64)) for one in servers])
     per_request = batches["of_context_tokens"] / batches["of_num_decode_reqs"]
     models = {group_of(c, "model"): c.architecture for c in contexts if c.architecture is not None}
     return BoxedLaw(
@@ -245,6 +248,7 @@ def _server(one: PointServer, models: Sequence[object]) -> BoxedServer:
         gpu=context.gpu.name if context.gpu else "",
         tensor_parallel=context.settings.tensor_parallel or 1,
         points=one.points.height,
+        steps=0 if one.has_points else one.rows.rows.height,
     )
 
 

@@ -31,6 +31,7 @@ from tracefit.fit.transfer import (
     group_of,
     name_of,
     nearest,
+    prompts_of,
     roofline,
 )
 
@@ -45,8 +46,10 @@ CLOSED_LOOP = ("concurrency", "prompt_tokens", "output_tokens", "ttft_us", "tpot
 """Columns that a point is read from; `ttft_us` may be null."""
 NO_ROOM = "the KV cache does not hold so many requests"
 NOT_CLOSED = "no concurrency, length or time per token"
-POINT_TERMS = tuple(t for t in LAW if t.of != LAUNCH and t.feature.name != "prompt_kernels")
-"""Terms of the law that points show: of a mean over steps no one sees the launches of those with prompts."""
+_UNSEEN = ("prompt_kernels", "decode_matrix_us")
+POINT_TERMS = tuple(t for t in LAW if t.of != LAUNCH and t.feature.name not in _UNSEEN)
+"""Terms of the law that points show. No one sees the launches of steps with prompts in a mean over steps; the FLOPs of generated tokens
+are computed while the weights are read, and in a sum they would take time of their own."""
 POINT_STRENGTH = 0.01
 """Strength of the Ridge towards the priors for one server, which more of them divide."""
 FEWEST_POINTS = 10
@@ -143,12 +146,12 @@ def _batches(loops: pl.DataFrame, prompts: pl.Expr) -> pl.DataFrame:
 
 @dataclass(frozen=True, slots=True)
 class PointServer:
-    """A server with its points.
+    """A server with its points, or with steps in their place.
 
     Attributes:
         deployment: The server.
-        points: One row per point that is used, with `CLOSED_LOOP`.
-        rows: The terms of the law of each of them.
+        points: One row per point that is used, with `CLOSED_LOOP`; empty where it has steps.
+        rows: The terms of the law of each point, or of each step.
     """
 
     deployment: Deployment
@@ -161,12 +164,32 @@ class PointServer:
         rows = point_rows(deployment, points)
         return cls(deployment, points[rows.rows["step_id"].to_list()], rows)
 
+    @classmethod
+    def of_steps(cls, steps: LawRows) -> PointServer:
+        """Return a server with its steps without a prompt."""
+        decodes = steps.rows.filter(~pl.Series(prompts_of(steps.rows)))
+        nothing = pl.DataFrame(schema=dict.fromkeys(CLOSED_LOOP, pl.Float64))
+        return cls(steps.deployment, nothing, LawRows(steps.deployment, decodes))
+
+    @property
+    def has_points(self) -> bool:
+        """Whether it has points; else it has steps."""
+        return self.points.height > 0
+
 
 def fit_points(servers: Sequence[PointServer]) -> Law:
-    """Fit the law to the points of some servers, which count the same each."""
-    rows = pl.concat([one.rows.rows for one in servers])
-    weights = np.full(rows.height, 1 / max(rows.height, 1))
-    return fitted_law(rows, weights, POINT_TERMS, POINT_STRENGTH / len(servers))
+    """Fit the law to the points of some servers, which count the same each, and to steps, which count as the points of a server do."""
+    of_points = [one for one in servers if one.has_points]
+    of_server = sum(one.rows.rows.height for one in of_points) / max(len(of_points), 1)
+    weights = np.concatenate(
+        [
+            np.full(height := one.rows.rows.height, 1.0 if one.has_points else (of_server or 1.0) / height)
+            for one in servers
+        ]
+    )
+    columns = [pl.col(name).cast(pl.Float64) for name in ("y", *(t.feature.name for t in POINT_TERMS))]
+    rows = pl.concat([one.rows.rows.select(columns) for one in servers])
+    return fitted_law(rows, weights / weights.sum(), POINT_TERMS, POINT_STRENGTH / len(servers))
 
 
 def predict_points(law: Law, deployment: Deployment, points: pl.DataFrame) -> Vector:
@@ -215,7 +238,10 @@ class PointFold:
 
 
 def leave_points_out(servers: Sequence[PointServer], kind: Kind) -> tuple[PointFold, ...]:
-    """Leave each tensor parallelism, model or GPU out in turn, or each model with all of a GPU and that GPU with all models."""
+    """Leave each tensor parallelism, model or GPU out in turn, or each model with all of a GPU and that GPU with all models.
+
+    Errors are those of points; servers with steps only train.
+    """
     folds: list[PointFold] = []
     for group, rest in _splits(servers, kind):
         law = fit_points(rest)
@@ -230,7 +256,8 @@ def leave_points_out(servers: Sequence[PointServer], kind: Kind) -> tuple[PointF
 
 
 def _in_group(servers: Sequence[PointServer], kind: Kind, group: object) -> list[PointServer]:
-    return [one for one in servers if group_of(one.deployment.context, kind) == group]
+    """Return the servers of a group that have points."""
+    return [one for one in servers if one.has_points and group_of(one.deployment.context, kind) == group]
 
 
 def _splits(servers: Sequence[PointServer], kind: Kind) -> list[tuple[object, list[PointServer]]]:
@@ -238,13 +265,14 @@ def _splits(servers: Sequence[PointServer], kind: Kind) -> list[tuple[object, li
     contexts = [one.deployment.context for one in servers]
     kinds: tuple[Kind, ...] = ("model", "gpu") if kind == "model_and_gpu" else (kind,)
     found = []
-    for group, context in {group_of(context, kind): context for context in contexts}.items():
+    with_points = [one.deployment.context for one in servers if one.has_points]
+    for group, context in {group_of(context, kind): context for context in with_points}.items():
         rest = [
             one
             for one, other in zip(servers, contexts, strict=True)
             if all(group_of(other, k) != group_of(context, k) for k in kinds)
         ]
-        if rest:
+        if any(one.has_points for one in rest):
             found.append((group, rest))
     return found
 
@@ -258,9 +286,9 @@ def _point_fold(
     one: PointServer, rest: Sequence[PointServer], law: Law, kind: Kind, limit_pct: float | None
 ) -> PointFold:
     actual = target_of(one.rows.rows)
-    by_rows = {id(other.rows): other for other in rest}
-    source = by_rows[id(nearest(one.deployment.context, [other.rows for other in rest]))]
-    others = np.concatenate([target_of(other.rows.rows) for other in rest])
+    by_rows = {id(other.rows): other for other in rest if other.has_points}
+    source = by_rows[id(nearest(one.deployment.context, [other.rows for other in by_rows.values()]))]
+    others = np.concatenate([target_of(other.rows.rows) for other in by_rows.values()])
     ape = _ape_pct(law, one)
     return PointFold(
         left_out=name_of(one.deployment.context, kind),

@@ -1,0 +1,132 @@
+"""Errors of plans near saturation: at 0.9 to 1.05 of what a generated server can carry, beside servers generated at these rates.
+
+    python tests/benchmarks/saturation.py [--requests 10000] [--truth 12000] [--seeds 2]
+
+Three servers: one with room, one whose slots are full, and one whose KV cache is, so that it preempts. Each is recorded at 0.6 of its
+capacity: the rate at which it finishes requests that all come at once. The truth at a rate are three generated servers together, whose requests are of the same distribution: the first 15 % of them are
+left out. Throughput is that of output tokens. Up to 0.95 of the capacity TTFT P50 is asked within 15 %, throughput within 3 % at every rate;
+above the capacity the interval has to be open, with the reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+import tracefit
+from tracefit.synth import LoadPhase, SynthOptions, synth, write_run
+
+SHARES = (0.9, 0.95, 1.0, 1.05)
+RECORDED_SHARE = 0.6
+TRUTHS = 3
+WARM_UP = 0.15
+MOST_THROUGHPUT_PCT, MOST_TTFT_PCT, TTFT_UNTIL = 3.0, 15.0, 0.95
+STEADY = (LoadPhase("steady", 1.0, 1.0),)
+SERVERS = {
+    "llama-8b H100, room": SynthOptions(law="roofline", model="llama-8b", gpu="H100", max_num_seqs=256),
+    "llama-8b A100, few slots": SynthOptions(law="linear", model="llama-8b", gpu="A100", max_num_seqs=32),
+    "llama-70b H100 tp4, small cache": SynthOptions(
+        law="roofline", model="llama-70b", gpu="H100", tp=4, max_num_seqs=256, num_blocks=2_000
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Truth:
+    """What a generated server does at a rate: output tokens per second, TTFT P50 in ms, and the share of preempted requests."""
+
+    tokens_per_s: float
+    ttft_p50_ms: float
+    preempted: float
+
+    @classmethod
+    def of(cls, options: SynthOptions) -> Truth:
+        """Generate a server."""
+        rows = synth(replace(options, form="fpm")).truth_requests
+        preempted = float((rows["num_preemptions"] > 0).mean()) if "num_preemptions" in rows.columns else 0.0
+        done = rows.drop_nulls("finished_ns").sort("arrival_ns")
+        arrival, first, last = (
+            done[name].to_numpy().astype(float) for name in ("arrival_ns", "first_token_ns", "finished_ns")
+        )
+        # From a time on when the queue has formed, until requests stop coming.
+        begin, end = np.quantile(arrival, WARM_UP), arrival.max()
+        inside = (last >= begin) & (last <= end)
+        tokens = float(done["output_tokens"].to_numpy()[inside].sum())
+        ttft = (first - arrival)[arrival >= begin] / 1e6
+        return cls(1e9 * tokens / (end - begin), float(np.median(ttft)), preempted)
+
+
+def capacity(options: SynthOptions) -> float:
+    """Return the requests per second that a server finishes when all come at once."""
+    rows = synth(replace(options, form="fpm", requests=3_000, rate_per_s=1e4)).truth_requests
+    last = np.sort(rows["finished_ns"].drop_nulls().to_numpy())
+    begin, end = int(0.2 * len(last)), int(0.8 * len(last))
+    return 1e9 * (end - begin) / float(last[end] - last[begin])
+
+
+def main() -> int:
+    """Measure every server at every share of its capacity; 1 where a line does not hold."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--requests", type=int, default=10_000)
+    parser.add_argument("--truth", type=int, default=12_000)
+    parser.add_argument("--seeds", type=int, default=2)
+    given = parser.parse_args()
+    failed = 0
+    head = ("server", "share", "throughput %", "TTFT P50 ms", "truth", "%", "interval", "preempted %", "")
+    print(f"| {' | '.join(head)} |\n|{' --- |' * len(head)}")
+    for name, server in SERVERS.items():
+        for seed in range(given.seeds):
+            base = replace(server, phases=STEADY, abort_fraction=0.0, seed=seed)
+            most = capacity(base)
+            with tempfile.TemporaryDirectory() as scratch:
+                folder = Path(scratch)
+                recorded = replace(
+                    base, name="recorded", requests=given.requests, rate_per_s=RECORDED_SHARE * most
+                )
+                run = write_run(synth(recorded), folder / "runs")
+                tracefit.run([run], folder / "out", options=tracefit.TrainOptions(fast=True))
+                for share in SHARES:
+                    failed += not compared(f"{name}, {seed}", folder / "out", base, share, most, given.truth)
+    return int(failed > 0)
+
+
+def compared(name: str, out: Path, base: SynthOptions, share: float, most: float, requests: int) -> bool:
+    """Print the plan of a rate beside the truth; return whether all that is asked holds."""
+    rate = share * most
+    truths = [
+        Truth.of(replace(base, seed=1000 * k + base.seed, rate_per_s=rate, requests=requests))
+        for k in range(1, TRUTHS + 1)
+    ]
+    tokens, ttft = (float(np.mean([getattr(t, n) for t in truths])) for n in ("tokens_per_s", "ttft_p50_ms"))
+    (plan,) = tracefit.plan(out, rate=rate, servers=1).plans
+    cells = [name, f"{share:g}"]
+    if plan.at is None:
+        # A rate beyond the upper end of the capacity has no answer but the reason.
+        print(
+            f"| {' | '.join([*cells, '-', '-', f'{ttft:.0f}', '-', '-', '', plan.reason or ''])} |",
+            flush=True,
+        )
+        return share > 1 and bool(plan.reason)
+    found = plan.at.latency("ttft_p50_ms")
+    throughput = 100 * (plan.at.output_tokens_per_s / tokens - 1)
+    error = 100 * ((found.value or np.inf) / ttft - 1)
+    is_open = found.high is None
+    holds = abs(throughput) <= MOST_THROUGHPUT_PCT
+    holds &= abs(error) <= MOST_TTFT_PCT if share <= TTFT_UNTIL else is_open or share == 1.0
+    ends = f"{found.low or 0:.0f} to {'open' if found.high is None else f'{found.high:.0f}'}"
+    value = "open" if found.value is None else f"{found.value:.0f}"
+    cells += [f"{throughput:+.1f}", value, f"{ttft:.0f}", f"{error:+.0f}", ends]
+    cells += [f"{100 * np.mean([t.preempted for t in truths]):.0f}", "" if holds else "does not hold"]
+    print(f"| {' | '.join(cells)} |", flush=True)
+    return holds
+
+
+if __name__ == "__main__":
+    sys.exit(main())
