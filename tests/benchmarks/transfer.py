@@ -98,7 +98,9 @@ class Case:
         means: list[list[float]] = []
         for name, target in self.targets.items():
             began = time.process_time()
-            kind, chosen = choose_sources(target.context, self.sources(target))
+            if not (sources := self.sources(target)):
+                continue  # DATA has the only server of a model
+            kind, chosen = choose_sources(target.context, sources)
             law = fit_law(chosen, kind)
             folds = leave_out(chosen, kind)
             expected = errors_of(folds)
@@ -121,6 +123,8 @@ class Case:
             means.append(values)
             cells = " | ".join(f"{value:.1f}" for value in values)
             print(f"| {self.name} | {name} | {kind} | {len(chosen)} | {cells} | {seconds:.1f} |")
+        if not means:
+            return
         cells = " | ".join(f"{value:.1f}" for value in np.nanmean(np.array(means), axis=0))
         print(f"| **{self.name}** | **mean of {len(means)}** | | | {cells} | |")
 

@@ -229,6 +229,16 @@ def test_the_largest_rate_of_two_objectives_is_the_smaller_one(constant):
         assert one(constant(), servers=1, slo_ms=both).largest_rate_per_s == min(each)
 
 
+@pytest.mark.parametrize(("rate", "is_open"), [(755, False), (765, True)])
+def test_above_95_percent_of_the_capacity_only_itl_has_a_high_end(constant, rate, is_open):
+    """A server carries 800 a second: 760 are 95 % of them."""
+    plan = one(constant(), rate=rate, servers=1)
+    assert (plan.at.latency("ttft_p50_ms").high is None) is is_open
+    assert plan.at.latency("ttft_p50_ms").value > 0
+    assert plan.at.latency("itl_p50_ms").high is not None
+    assert any("more than 95 % of the capacity" in note for note in plan.notes) is is_open
+
+
 @pytest.mark.slow
 def test_a_rate_that_shorter_steps_would_serve_is_answered(constant, tracefit):
     """830 a second are more than the 800 that are likely, and less than the 873 at the low end of the step time."""

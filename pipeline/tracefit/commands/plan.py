@@ -38,6 +38,7 @@ from tracefit.replay.closed_loop import engine_settings
 from tracefit.replay.plan import (
     ANSWER_REQUESTS,
     REPLAYED_REQUESTS,
+    SATURATED,
     Curve,
     Fleet,
     TrafficSample,
@@ -83,6 +84,10 @@ _ArrivalsOption = Literal["poisson", "traced"]
 _GROWS = (
     "at {rate} requests per second the queues grow if steps take as long as planned: latencies are open, and only if they take less "
     "are they as at the low ends"
+)
+_NEAR_CAPACITY = (
+    "{rate} requests per second are more than {share} % of the capacity: how long the queue gets depends on some percent of the capacity, "
+    "which the models do not know so well, and latencies other than ITL have no high end"
 )
 _NOT_SURE = (
     "no number of servers is sure to be enough: at the high end of the interval the objectives hold nowhere"
@@ -457,6 +462,8 @@ def _answered(plan_: ServerPlan, fleet: Fleet, asked: Asked, errors: Mapping[str
     else:
         # The search for the largest rate ended with a replay at it.
         curve = curve if asked.rate is None else anchored(fleet, servers, curve, each, ANSWER_REQUESTS)
+        if curve.is_saturated(np.array([each]))[0]:
+            notes.insert(0, _NEAR_CAPACITY.format(rate=number(rate), share=f"{100 * SATURATED:.0f}"))
         here = min(curve.anchors, key=lambda anchor: abs(anchor.rate - each))
         at = plan_point(here, servers, fleet, curve, names)
     routed = [_ROUTED[asked.requests.router]] if servers > 1 else []

@@ -53,6 +53,9 @@ P90 varies by tens of percent between replays of 6,000 to 12,000, which the inte
 
 SHARES = (0.15, 0.35, 0.55, 0.7, 0.8, 0.88, 0.95, 1.0)
 """Rates of a curve, as shares of the capacity."""
+SATURATED = 0.95
+"""Share of the capacity above which a queue's length is that of the capacity's own error: some percent of it decide whether the queue
+grows, and nothing bounds the latency from above."""
 SOME_OUTSIDE_PCT = 2.0
 """Share of the busy time outside the training above which latencies count as extrapolated."""
 _SLACK = 0.02
@@ -540,7 +543,7 @@ class Curve:
         """Return the low or the high end of the interval of a percentile at rates, shape (n,); infinite if it is open.
 
         Errors of the step time and of the draw are independent. Replays of recorded runs have both, so that the end is at least as far
-        as they were off.
+        as they were off. Near the capacity only an ITL has a high end.
         """
         slow = np.interp(rates, self.rates, [p.slowness[high] for p in self.points])
         replayed = self.anchors or self.points
@@ -550,7 +553,13 @@ class Curve:
             error = np.hypot(np.log(moved / values), np.log(drawn))
             error = np.maximum(error, math.log(self.errors.get(name, 1.0)))
             end = values * np.exp(error if high else -error)
-        return np.where(np.isfinite(values), end, np.inf if high else moved * drawn)
+        end = np.where(np.isfinite(values), end, np.inf if high else moved * drawn)
+        is_open = self.is_saturated(rates) if high and not name.startswith("itl") else False
+        return np.where(is_open, np.inf, end)
+
+    def is_saturated(self, rates: Vector) -> Flags:
+        """Return which rates are so near to the capacity, or above it, that latencies have no high end; shape (n,)."""
+        return np.asarray(rates > SATURATED * self.rates[-1] * (1 + 1e-9))
 
     @property
     def most(self) -> float:
