@@ -74,6 +74,9 @@ test-vllm-old: $(READY) vllm ## the tests of tracefit-vllm on the oldest vLLM th
 bench-vllm: vllm ## measure what tracefit-vllm costs on the engine's thread, in vLLM's own scheduler
 	VLLM_LOGGING_LEVEL=ERROR HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 PYTHONPATH=pipeline/tracefit-vllm:tests $(VLLM)/bin/python tests/benchmarks/plugin.py
 
+bench-tracing: $(READY) vllm ## measure what tracing costs a real server at three loads (a quarter of an hour, nothing else may run)
+	SERVER_PYTHON=$(abspath $(VLLM))/bin/python PYTHONPATH=tests $(BIN)/python -m benchmarks.tracing_cost
+
 bench-loop: $(READY) vllm ## record a real server badly, then as the report says, and print both reports' verdicts (half an hour, nothing else may run)
 	rm -rf build/loop
 	SERVER_PYTHON=$(abspath $(VLLM))/bin/python PYTHONPATH=tests $(BIN)/python -m benchmarks.recording_loop build/loop
@@ -182,4 +185,4 @@ dist: $(READY) ## build the wheel and the source distribution in dist/
 clean: ## remove what make made
 	rm -rf $(OUT) $(VENV) .venv-minimum .venv-ray .venv-vllm{,-old} .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage .coverage.* dist
 
-.PHONY: help setup run lint test test-all test-slow fuzz test-browser test-ray vllm test-vllm test-vllm-old bench-vllm bench-loop check check-consumers format schemas fixtures models screenshot docs notebook site bench bench-scale bench-models bench-replay bench-plan lock test-minimum coverage dist clean
+.PHONY: help setup run lint test test-all test-slow fuzz test-browser test-ray vllm test-vllm test-vllm-old bench-vllm bench-loop bench-tracing check check-consumers format schemas fixtures models screenshot docs notebook site bench bench-scale bench-models bench-replay bench-plan lock test-minimum coverage dist clean

@@ -111,7 +111,7 @@ class Server:
     """`vllm serve` of a small model, whose output goes to a file; usable once it is made."""
 
     def __init__(
-        self, folder: Path, otlp_port: int, *options: str, config: dict = CONFIG, **environment: str
+        self, folder: Path, otlp_port: int | None, *options: str, config: dict = CONFIG, **environment: str
     ) -> None:
         self.model = write_model(folder / "model", config)
         self.log = folder / "server.log"
@@ -120,7 +120,9 @@ class Server:
             self.port = free.getsockname()[1]
         command = [os.environ["SERVER_PYTHON"], "-m", "vllm.entrypoints.cli.main", "serve", str(self.model)]
         command += ["--port", str(self.port), "--load-format", "dummy", "--enforce-eager"]
-        command += ["--otlp-traces-endpoint", f"http://127.0.0.1:{otlp_port}", *options]
+        if otlp_port is not None:
+            command += ["--otlp-traces-endpoint", f"http://127.0.0.1:{otlp_port}"]
+        command += options
         settings = {
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "OMP_NUM_THREADS": "1",
