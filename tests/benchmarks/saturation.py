@@ -39,7 +39,7 @@ SERVERS = {
 
 @dataclass(frozen=True, slots=True)
 class Truth:
-    """What a generated server does at a rate: output tokens per second, TTFT P50 in ms, and the share of preempted requests."""
+    """The behaviour of a generated server at a rate: output tokens per second, TTFT P50 in ms, and the share of preempted requests."""
 
     tokens_per_s: float
     ttft_p50_ms: float

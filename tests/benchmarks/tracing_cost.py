@@ -1,4 +1,4 @@
-"""What tracing costs a real vLLM server: throughput at three loads, without traces and with each way to record it.
+"""The cost of tracing for a real vLLM server: throughput at three loads, without traces and with each way to record it.
 
     SERVER_PYTHON=ENVIRONMENT/bin/python PYTHONPATH=tests python -m benchmarks.tracing_cost [--rounds 2] [--requests 96]
 
