@@ -155,6 +155,9 @@ bench-replay: $(READY) ## replay the held-out part of runs (RUNS="folders", SETT
 bench-plan: $(READY) ## plan loads that were really run, and count the percentiles within their intervals (RUNS="recordings", TRUTHS="run:rate")
 	OMP_NUM_THREADS=1 POLARS_MAX_THREADS=1 $(BIN)/python tests/benchmarks/plan_recorded.py $(RUNS) --truth $(TRUTHS) $(BENCH_PLAN)
 
+bench-day: $(READY) ## replay three generated days at the planned number of servers and with one fewer (ten minutes)
+	OMP_NUM_THREADS=1 POLARS_MAX_THREADS=1 $(BIN)/python tests/benchmarks/day.py $(BENCH_DAY)
+
 bench-gpu: $(READY) ## measure step times on real GPUs beside a line and gradient boosting (DATA=folder of the traces)
 	OMP_NUM_THREADS=1 POLARS_MAX_THREADS=1 $(BIN)/python tests/benchmarks/gpu.py $(DATA)
 
@@ -185,4 +188,4 @@ dist: $(READY) ## build the wheel and the source distribution in dist/
 clean: ## remove what make made
 	rm -rf $(OUT) $(VENV) .venv-minimum .venv-ray .venv-vllm{,-old} .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage .coverage.* dist
 
-.PHONY: help setup run lint test test-all test-slow fuzz test-browser test-ray vllm test-vllm test-vllm-old bench-vllm bench-loop bench-tracing check check-consumers format schemas fixtures models screenshot docs notebook site bench bench-scale bench-models bench-replay bench-plan lock test-minimum coverage dist clean
+.PHONY: help setup run lint test test-all test-slow fuzz test-browser test-ray vllm test-vllm test-vllm-old bench-vllm bench-loop bench-tracing check check-consumers format schemas fixtures models screenshot docs notebook site bench bench-scale bench-models bench-replay bench-plan bench-day lock test-minimum coverage dist clean

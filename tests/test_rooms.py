@@ -305,6 +305,7 @@ TOUCH_FILES = {
     "commands/receive.py",
     "commands/compare_points.py",
     "commands/scheduler.py",
+    "commands/timed_requests.py",
     "console.py",
     "consumers/aisimulate.py",
     "engines/build.py",

@@ -33,9 +33,17 @@ if TYPE_CHECKING:
     from tracefit.commands.train import run, train
     from tracefit.commands.transfer import transfer
     from tracefit.commands.verify import verify
-    from tracefit.options import EngineChoice, IngestOptions, LoadOptions, ServerOptions, TrainOptions
+    from tracefit.options import (
+        DayOptions,
+        EngineChoice,
+        IngestOptions,
+        LoadOptions,
+        ServerOptions,
+        TrainOptions,
+    )
 
 _LAZY = {
+    "DayOptions": "tracefit.options",
     "EngineChoice": "tracefit.options",
     "IngestOptions": "tracefit.options",
     "LoadOptions": "tracefit.options",
@@ -62,6 +70,7 @@ _LAZY = {
 
 __all__ = [
     "DataError",
+    "DayOptions",
     "EngineChoice",
     "IngestOptions",
     "LoadOptions",

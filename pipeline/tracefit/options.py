@@ -546,7 +546,8 @@ class LoadOptions:
             and arrival_s.
         arrivals: `poisson`, requests that come at random at a steady rate; they have gamma distributed gaps if the recorded ones,
             within stretches of steady rate, differ from that beyond chance. `traced`, the gaps of the recording over the mean of
-            their stretch.
+            their stretch. A file of requests with times and lengths (a log of a client, a table of `requests`, a CSV file) or of rates
+            per hour plans the servers for these, window by window.
     """
 
     prompt: int | None = option(None, minimum=1)
@@ -554,7 +555,22 @@ class LoadOptions:
     burstiness: float | None = option(None, metavar="SHAPE")
     router: Literal["random", "round_robin"] = option("random")
     file: str | Path | None = option(None, flag="--load", kind=Path | None)
-    arrivals: str = option("poisson", metavar="poisson|traced")
+    arrivals: str = option("poisson", metavar="poisson|traced|FILE")
+
+
+@dataclass(frozen=True, slots=True)
+class DayOptions:
+    """How a plan for a file of arrivals is made.
+
+    Attributes:
+        window_s: With a file of arrivals: length of the windows in which the objectives hold, in s.
+        scale_up_s: With a file of arrivals: time from asking for a server to its first request, in s, for a scaler.
+        scale_step: With a file of arrivals: servers that a scaler adds or removes at once.
+    """
+
+    window_s: float = option(3600.0, minimum=1)
+    scale_up_s: float = option(300.0, minimum=0)
+    scale_step: int = option(1, minimum=1)
 
 
 @dataclass(frozen=True, slots=True)

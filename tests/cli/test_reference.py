@@ -96,6 +96,7 @@ COMMANDS = {
         "--set",
         "num_gpu_blocks=4096",
     ),
+    "plan --arrivals": ("{trained}", "--arrivals", "{out}/day.csv", "--slo", "e2e_p99=9000"),
     "transfer": (
         *(
             "{out}/tables",
@@ -134,6 +135,7 @@ def test_json_is_what_its_schema_says(tracefit, tmp_path, runs, quick, trained, 
     (tmp_path / "rows.csv").write_text(
         "num_prefill_reqs,prefill_tokens,num_decode_reqs,decode_tokens,context_tokens,prefill_context_tokens\n0,0,3,3,1500,0\n"
     )
+    (tmp_path / "day.csv").write_text("timestamp,prompt_tokens,output_tokens\n1,50,9\n9000,50,9\n9001,,9\n")
     if command == "report":
         call("run")
     if command in ("train", "verify", "requests", "requests --each"):

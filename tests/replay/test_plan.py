@@ -10,6 +10,7 @@ import polars as pl
 import pytest
 
 import tracefit
+from replay.conftest import METRICS
 from tracefit.coefficients.models import load
 from tracefit.commands.ingest import ingest
 from tracefit.replay.engine import EngineSettings
@@ -18,7 +19,6 @@ from tracefit.synth import LoadPhase, SynthOptions, synth, write_run
 from tracefit.tables.store import TableStore
 
 TEN = tracefit.LoadOptions(prompt=10, output=10)
-METRICS = ("n", "mape_pct", "mdape_pct", "mae", "rmse", "r2", "bias_pct", "p90_ape_pct", "p99_ape_pct")
 CHANGED = {"stretch_s": 30.0, "fastest_pct": -8.0, "slowest_pct": 9.0, "holdout_pct": 2.0, "adjusted": True}
 
 
@@ -28,43 +28,6 @@ def _fewer_requests(monkeypatch, request):
     if "truth_at" not in request.fixturenames:
         replay = Fleet._simulate
         monkeypatch.setattr(Fleet, "_simulate", lambda *a: replay(*a[:3], max(150, a[3] // 12)))
-
-
-@pytest.fixture
-def constant(tmp_path):
-    """Return a coefficient file; `training` is the range of the requests that decode, `ci95` that of the step time."""
-
-    def write(training=(0, 8), ci95=None, name="beta.json", feature="num_decode_reqs", **validation):
-        term = {"feature": feature, "unit": "us/request", "value": 0.0, "training_range": training}
-        model = {
-            "name": "beta.cycle_time",
-            "deployment_id": "small.gpu.tp1.00000000",
-            "form": "linear",
-            "intercept": {"value": 1000.0, "ci95": ci95},
-            "terms": [term],
-            "deployment": {
-                "model": "small",
-                "gpu": "H100",
-                "architecture": {},
-                "hardware": {},
-                "settings": {
-                    "max_num_seqs": 8,
-                    "max_num_batched_tokens": 2048,
-                    "tensor_parallel": 2,
-                    "max_model_len": 4096,
-                },
-            },
-        }
-        if validation:
-            errors = {**dict.fromkeys(METRICS), "n": 100, "bias_pct": 0.0}
-            parts = dict.fromkeys(("train", "holdout", "baseline"), errors)
-            facts = {"unit": "us", "n_features": 1, "gradient_boosting": None, "skill": None}
-            model["validation"] = {**facts, **parts, **validation}
-        beta = {"schema": "tracefit/coefficients", "version": 4, "kind": "beta", "models": [model]}
-        (tmp_path / name).write_text(json.dumps(beta))
-        return tmp_path / name
-
-    return write
 
 
 def one(folder, **asked):
@@ -424,10 +387,6 @@ def test_folders_are_planned_side_by_side(constant):
             "no objective is given, such as ttft_p99=500 and itl_p99=50; --servers and --rate together need none: --rate 5 --servers 1",
         ),
         (("--servers", "3"), "--servers and --rate together need none: --rate 1 --servers 3"),
-        (
-            ("--rate", "1", "--servers", "1", "--arrivals", "day.csv"),
-            "--arrivals day.csv: arrivals of a file are not planned for; give poisson or traced",
-        ),
         (
             ("--rate", "1", "--servers", "1", "--arrivals", "traced", "--burstiness", "0.5"),
             "--burstiness 0.5: traced arrivals have their own bursts",

@@ -23,6 +23,7 @@ from tracefit.options import (
     ConsumerVersionOption,
     ContextOption,
     CsvOption,
+    DayOptions,
     DeploymentOption,
     DryRunOption,
     EachOption,
@@ -304,7 +305,7 @@ def replay(
     return tracefit.replay_runs(folder, run=run, progress=terminal)
 
 
-@command("plan with {folders}", LoadOptions)
+@command("plan with {folders}", LoadOptions, DayOptions)
 def plan(
     terminal: Terminal,
     folders: PlannedArgument = None,
@@ -325,7 +326,8 @@ def plan(
 
     Finds the fewest servers for --rate, or the largest rate of --servers, by replaying requests like the traced ones. Shows
     latencies against the rate, with intervals, and says if an answer rests on steps unlike those in training. Several kinds of server for
-    one rate are in one table, the cheapest first; --try computes servers that were never traced.
+    one rate are in one table, the cheapest first; --try computes servers that were never traced. A file of requests with their times
+    (--arrivals) gives servers hour by hour, the fewest for all of it, and those of a scaler.
 
     Example: `tracefit plan out/ --rate 40 --slo ttft_p99=500 --slo itl_p99=50`
     """
@@ -341,6 +343,7 @@ def plan(
         slo_ms=parse_slo(slo or []),
         settings=parse_assignments(settings or []),
         requests=from_flags(LoadOptions, options),
+        day=from_flags(DayOptions, options),
         price=parse_prices(list(cast("list[str]", price or ()))),
         tries=parse_tries(cast("list[str]", tries or ())),
         model_config=model_config,

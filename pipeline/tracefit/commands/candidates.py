@@ -14,6 +14,7 @@ from tracefit.commands.plan import asked_for, draw_plans, plans_of, ranked
 from tracefit.commands.transfer import transfer
 from tracefit.errors import TracefitError, UsageError
 from tracefit.options import (
+    DayOptions,
     DeploymentOption,
     FigureOption,
     LoadOptions,
@@ -51,6 +52,7 @@ def plan(
     slo_ms: Mapping[str, float] | None = None,
     settings: Mapping[str, object] | None = None,
     requests: LoadOptions | None = None,
+    day: DayOptions | None = None,
     price: PriceOption = None,
     tries: TryOption = None,
     model_config: TriedModelOption = None,
@@ -71,7 +73,8 @@ def plan(
         servers: Number of servers. If a rate is given too, exactly this pair is tried.
         slo_ms: The longest time, in ms, allowed for percentiles, such as `{"ttft_p99": 500}`.
         settings: Settings to change, such as `{"max_num_seqs": 256}`.
-        requests: The requests; the traced ones if not given.
+        requests: The requests; the traced ones if not given. With a file of arrivals, the fewest servers for it, window by window.
+        day: How a file of arrivals is planned for.
         price: Price of a GPU per hour, in any currency: of every GPU, or by its name.
         tries: Servers to compute by a transfer and to plan with too, such as `{"gpu": ["H100", "H200"], "tp": ["1", "2"]}`: every
             combination, from the folders, or without any from the law in the package.
@@ -104,6 +107,7 @@ def plan(
         slo_ms=slo_ms,
         settings=settings,
         requests=requests,
+        day=day,
         price=price,
         figure=figure,
     )

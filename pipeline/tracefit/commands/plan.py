@@ -16,15 +16,18 @@ import polars as pl
 
 from tracefit.coefficients.files import find_models
 from tracefit.coefficients.models import load
+from tracefit.commands.day import AskedDay, day_server, refuse_options, with_day
 from tracefit.commands.locate import choose_deployment, published_replays, tables_of
 from tracefit.commands.predict import read_rows
 from tracefit.commands.prices import Prices, checked_prices, price_of
 from tracefit.commands.recorded import carried, complete_requests, is_whole
+from tracefit.commands.timed_requests import read_timed_requests
 from tracefit.errors import DataError, TracefitError, UsageError, did_you_mean
 from tracefit.models.targets import LATENCIES
 from tracefit.options import (
     CalibrateOption,
     ChangesOption,
+    DayOptions,
     FigureOption,
     LoadOptions,
     ObjectivesOption,
@@ -49,6 +52,7 @@ from tracefit.replay.plan import (
     plan_point,
 )
 from tracefit.reports.document import Report
+from tracefit.reports.figures.day import day_figure
 from tracefit.reports.figures.evaluation import plan_figure
 from tracefit.reports.sentences import speed_text
 from tracefit.results.plans import (
@@ -81,6 +85,7 @@ _NOT_REPLAYED = "no run was replayed in a closed loop: intervals come only from 
 _POINTS = tuple(f"{latency}_p{q}_ms" for latency in LATENCIES for q in (50, 90, 99))
 _NAME = re.compile(r"(ttft|itl|e2e)_p(\d{1,2}(?:\.\d{1,3})?)")
 _ArrivalsOption = Literal["poisson", "traced"]
+_DAY = ("window_s", "scale_up_s", "scale_step")
 _GROWS = (
     "at {rate} requests per second the queues grow if steps take as long as planned: latencies are open, and only if they take less "
     "are they as at the low ends"
@@ -131,13 +136,15 @@ def asked_for(
     slo_ms: Mapping[str, float] | None,
     settings: Mapping[str, object] | None,
     requests: LoadOptions | None,
+    day: DayOptions | None,
     price: Prices,
     figure: str | Path | None,
 ) -> Asked:
-    """Return a question, checked.
+    """Return a question, checked, with the requests of a file of arrivals.
 
     Raises:
-        UsageError: An option or an objective is wrong.
+        UsageError: An option or an objective is wrong, or the file.
+        DataError: The file has no request that is usable.
     """
     asked = Asked(
         rate,
@@ -148,6 +155,20 @@ def asked_for(
         checked_prices(price),
     )
     _check(asked)
+    if asked.requests.arrivals in get_args(_ArrivalsOption):
+        if day is not None and day != DayOptions():
+            name = next(n for n in _DAY if getattr(day, n) != getattr(DayOptions(), n))
+            raise UsageError(
+                f"{named(DayOptions, name)} is of a file of arrivals",
+                hint=f"give one with {named(LoadOptions, 'arrivals')}",
+            )
+    else:
+        file, lengths = (
+            Path(asked.requests.arrivals),
+            {n: getattr(asked.requests, n) for n in ("prompt", "output")},
+        )
+        timed = read_timed_requests(file, lengths)
+        asked = replace(asked, day=AskedDay(timed, file.name, day or DayOptions(), asked.requests.router))
     if figure is not None and Path(figure).suffix != ".html":
         raise UsageError(
             f"{named(FigureOption)} {figure}: a figure is a page", hint="give it a name that ends in .html"
@@ -180,7 +201,7 @@ def plans_of(
 
 def ranked(plans: Sequence[ServerPlan], asked: Asked) -> tuple[RankedServers, ...]:
     """Return the kinds of server that carry a rate, the cheapest first: by price, or by GPUs where some price is not stated."""
-    if asked.rate is None or asked.servers is not None or len(plans) < 2:
+    if (asked.rate is None and asked.day is None) or asked.servers is not None or len(plans) < 2:
         return ()
     found = [_costed(one, asked.price) for one in plans if one.reason is None and one.servers]
     is_priced = all(one.cost_per_hour is not None for one in found)
@@ -200,11 +221,6 @@ def ranked(plans: Sequence[ServerPlan], asked: Asked) -> tuple[RankedServers, ..
 def _costed(plan_: ServerPlan, prices: Prices) -> RankedServers:
     price, servers = price_of(prices, plan_.gpu), plan_.servers or 1
     least = min(servers, plan_.servers_low or servers)
-    nearest = max(
-        plan_.objectives,
-        key=lambda o: (plan_.at.latency(o.name).value or math.inf) / o.limit_ms if plan_.at else 0.0,
-        default=None,
-    )
     gpus, gpus_low = servers * plan_.gpus_per_server, least * plan_.gpus_per_server
     return RankedServers(
         name=plan_.folder,
@@ -216,10 +232,25 @@ def _costed(plan_: ServerPlan, prices: Prices) -> RankedServers:
         gpus_low=gpus_low,
         cost_per_hour=None if price is None else price * gpus,
         cost_per_hour_low=None if price is None else price * gpus_low,
-        binds=nearest.name if nearest else None,
+        binds=_binds(plan_),
         origin=plan_.origin,
         is_tested=plan_.is_tested,
         ties=False,
+    )
+
+
+def _binds(plan_: ServerPlan) -> str | None:
+    """Return the objective that is nearest to its limit, at the rate or in the window that needs the most servers."""
+    values = {one.name: one.value for one in plan_.day.latencies} if plan_.day else {}
+    if plan_.at is not None:
+        values = {one.name: one.value for one in plan_.at.latencies}
+    return (
+        max(
+            (o for o in plan_.objectives),
+            key=lambda o: (values[o.name] or math.inf) / o.limit_ms if values else 0.0,
+        ).name
+        if plan_.objectives
+        else None
     )
 
 
@@ -227,10 +258,16 @@ def draw_plans(plans: Iterable[ServerPlan], path: Path) -> None:
     """Write a page with a figure of each plan."""
     from tracefit.reports.page import html_page  # noqa: PLC0415 - an extra installs its libraries
 
-    figures = tuple(filter(None, map(plan_figure, plans)))
+    plans = list(plans)
+    figures = tuple(filter(None, (day_figure(one) or plan_figure(one) for one in plans)))
     if not figures:
         raise DataError("there is nothing to draw: no deployment could be planned")
-    write_files({path: html_page(Report("Servers and their latencies over the rate", "", figures))})
+    title = (
+        "Servers over the day"
+        if any(one.day for one in plans)
+        else "Servers and their latencies over the rate"
+    )
+    write_files({path: html_page(Report(title, "", figures))})
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,6 +280,7 @@ class Asked:
     settings: dict[str, object]
     requests: LoadOptions
     price: Prices
+    day: AskedDay | None = None
 
 
 def _objectives(slo_ms: Mapping[str, float]) -> tuple[Objective, ...]:
@@ -259,7 +297,8 @@ def _objectives(slo_ms: Mapping[str, float]) -> tuple[Objective, ...]:
 
 
 def _check(asked: Asked) -> None:
-    if asked.rate is None and asked.servers is None:
+    is_day = asked.requests.arrivals not in get_args(_ArrivalsOption)
+    if asked.rate is None and asked.servers is None and not is_day:
         raise UsageError(f"neither {named(RateOption)} nor {named(ServerCountOption)} is given")
     above_0 = math.nextafter(0, 1)
     for option, value, least, hint in (
@@ -271,13 +310,19 @@ def _check(asked: Asked) -> None:
     ):
         if value is not None and not least <= value < math.inf:
             raise UsageError(f"{option} {value:g}: is out of range", hint=hint)
-    arrivals = asked.requests.arrivals
-    if arrivals not in get_args(_ArrivalsOption):
-        options = (named(LoadOptions, "arrivals"), named(LoadOptions, "file"))
-        raise UsageError(
-            f"{options[0]} {arrivals}: arrivals of a file are not planned for",
-            hint=f"give poisson or traced; {options[1]} takes a file of requests, and traced takes its arrivals",
+    if is_day:
+        refuse_options(
+            asked.objectives,
+            asked.requests,
+            {
+                named(RateOption): asked.rate,
+                named(ServerCountOption): asked.servers,
+                named(LoadOptions, "burstiness"): asked.requests.burstiness,
+                named(LoadOptions, "file"): asked.requests.file,
+            },
         )
+        return
+    arrivals = asked.requests.arrivals
     if arrivals == "traced" and asked.requests.burstiness is not None:
         raise UsageError(
             f"{named(LoadOptions, 'burstiness')} {asked.requests.burstiness:g}: traced arrivals have their own bursts",
@@ -311,6 +356,8 @@ def _planned(folder: str | Path, deployment: DeploymentModels, asked: Asked) -> 
     )
     changes = _changes(deployment, asked.settings)
     try:
+        if asked.day is not None:
+            return _for_a_day(plan_, store_beside(folder), deployment, asked, changes)
         fleet, requests, notes = _fleet(store_beside(folder), deployment, asked.requests, changes)
         replays = published_replays(folder, deployment)
         without = () if replays else (_NOT_REPLAYED,)
@@ -320,6 +367,26 @@ def _planned(folder: str | Path, deployment: DeploymentModels, asked: Asked) -> 
         raise
     except TracefitError as error:
         return replace(plan_, reason=error.line())
+
+
+def _for_a_day(
+    plan_: ServerPlan,
+    store: TableStore | None,
+    deployment: DeploymentModels,
+    asked: Asked,
+    changes: Mapping[str, object],
+) -> ServerPlan:
+    """Plan one deployment for a file of arrivals."""
+    day = asked.day
+    assert day is not None  # noqa: S101 - asked by whoever calls
+    server, notes = server_of(store, deployment, changes)
+    longest = changes.get("max_model_len", deployment.limit("max_model_len"))
+    fleet, load, refused = day_server(server, day, None if longest is None else float(str(longest)))
+    replays = published_replays(plan_.folder, deployment)
+    beyond = _beyond_training(deployment, {"prompt": load.prompt_tokens, "output": load.output_tokens})
+    more = (*((refused,) if refused else ()), *beyond, *(() if replays else (_NOT_REPLAYED,)))
+    plan_ = replace(plan_, notes=(*_limits_of(fleet), *notes, *more))
+    return with_day(plan_, fleet, load, day, _errors(replays, _names(asked, fleet)))
 
 
 def _origin(deployment: DeploymentModels) -> dict[str, Any]:
@@ -686,14 +753,8 @@ def _requests(
         notes.append(f"prefix-cache hits are those traced, {share:.0f} % of the prompt tokens")
     prompt, output, cached = (rows[n].cast(pl.Int64).to_numpy() for n in ("prompt", "output", "cached"))
     # Traced lengths need no note: some of them are after the training part.
-    chosen = [] if source.endswith("traced requests") else [("prompt", prompt), ("output", output)]
-    notes += [
-        f"{name} tokens of {low:g} to {high:g} leave those of the requests in training, {ends[0]:g} to {ends[1]:g}"
-        for name, column in chosen
-        for ends in [deployment.input_ranges("request").get(f"{name}_tokens")]
-        for low, high in [(float(column.min()), float(column.max()))]
-        if ends is not None and not (ends[0] <= low and high <= ends[1])
-    ]
+    if not source.endswith("traced requests"):
+        notes += _beyond_training(deployment, {"prompt": prompt, "output": output})
     # Lengths from a file or from options are not a sample: they are the load itself.
     is_sample = options.file is None and None in (options.prompt, options.output)
     in_turn = options.router != "random"
@@ -702,6 +763,17 @@ def _requests(
     rate = float(np.mean(spans)) if spans and options.file is None else None
     load_ = PlannedLoad(source, float(prompt.mean()), float(output.mean()), rate)
     return _Requests(sample, load_, arrivals), tuple(notes)
+
+
+def _beyond_training(deployment: DeploymentModels, lengths: Mapping[str, Integers]) -> list[str]:
+    """Return notes on prompts and outputs that leave those of the requests in training."""
+    return [
+        f"{name} tokens of {low:g} to {high:g} leave those of the requests in training, {ends[0]:g} to {ends[1]:g}"
+        for name, column in lengths.items()
+        for ends in [deployment.input_ranges("request").get(f"{name}_tokens")]
+        for low, high in [(float(column.min()), float(column.max()))]
+        if ends is not None and not (ends[0] <= low and high <= ends[1])
+    ]
 
 
 def _arrivals(engines: Sequence[Integers], options: LoadOptions) -> tuple[PlannedArrivals, Vector | None]:

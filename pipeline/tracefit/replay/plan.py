@@ -347,7 +347,7 @@ class Fleet:
         span = float(arrival[-1] - arrival[0]) or 1.0
         begins = np.clip(replayed.scheduled_us, 0, arrival[-1])
         ends = np.clip(replayed.last_us, 0, arrival[-1])
-        batches = _batches(recorder.batches, replayed.steps, self.settings.tokens_per_step)
+        batches = batches_of(recorder.batches, replayed.steps, self.settings.tokens_per_step)
         outside_pct, outside = self.law.outside(batches)
         gaps = token_gaps(replayed.steps, [batch.decode_reqs for batch, _ in recorder.batches])
         steady = gaps.within(float(arrival[counts].min()), float(replayed.last_us[counts].max()))
@@ -375,7 +375,7 @@ def _steady(arrival: Vector, e2e: Vector) -> Flags:
 # -- the uncertainty of step times -----------------------------------------------------------------------
 
 
-def _batches(
+def batches_of(
     recorded: Sequence[tuple[StepBatch, float]],
     steps: Sequence[StepGroup],
     growth: float,

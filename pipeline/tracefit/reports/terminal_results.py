@@ -41,7 +41,16 @@ if TYPE_CHECKING:
     from tracefit.models.predict import PredictedDuration
     from tracefit.models.request import RequestPrediction
     from tracefit.results import models, traces
-    from tracefit.results.plans import PlannedArrivals, PlanPoint, PlanResult, RankedServers, ServerPlan
+    from tracefit.results.plans import (
+        DayPlan,
+        PlannedArrivals,
+        PlannedWindow,
+        PlanPoint,
+        PlanResult,
+        RankedServers,
+        ScalerPlan,
+        ServerPlan,
+    )
     from tracefit.results.replays import QueueWindow, RunReplay
     from tracefit.results.requests import Quantiles, RequestGroup, RequestSummary
 
@@ -598,6 +607,10 @@ def _planned(plan: ServerPlan) -> Iterator[str]:
     if plan.load is not None:
         mean = f"mean prompt {number(plan.load.prompt_tokens)}, mean output {number(plan.load.output_tokens)} tokens"
         yield _noted(f"{plan.load.source}; {mean}")
+    if plan.day is not None:
+        yield from _day(plan.day)
+        yield from (_noted(f"note: {note}") for note in plan.notes)
+        return
     if plan.reason is not None or plan.at is None or plan.servers is None:
         yield _noted(f"no answer: {plan.reason}")
         return
@@ -626,6 +639,77 @@ def _planned(plan: ServerPlan) -> Iterator[str]:
     head = ("requests/s", *map(_percentile, shown), "running", "waiting", "")
     yield indented(columns(head, [_rate_row(point, shown) for point in plan.curve]))
     yield from (_noted(f"note: {note}") for note in plan.notes)
+
+
+_MOST_OF_A_DAY = 48
+"""Windows of a day that are shown."""
+
+
+def _day(day: DayPlan) -> Iterator[str]:
+    """Say how many servers a file of arrivals needs: in all, for a scaler, and window by window."""
+    known = "its rates per hour gave" if day.has_rates else f"{plural(day.rows, 'row')},"
+    unit, name = next((u, n) for u, n in ((3600, "h"), (60, "min"), (1, "s")) if day.window_s >= u)
+    span = f"{number(day.window_s / unit)} {name}"
+    yield _noted(
+        f"{known} {plural(day.requests, 'request')} in {plural(len(day.windows), 'window')} of {span}, each with the objectives"
+    )
+    if day.odd:
+        rows = ", ".join(f"{reason}: {count(n)}" for reason, n in day.odd.items())
+        yield _noted(f"{plural(sum(day.odd.values()), 'row')} left out ({rows})")
+    fewer = f" ({day.servers_likely} may be enough)" if day.servers_likely < day.servers else ""
+    binding = day.windows[day.binding]
+    hours, by_window = number(day.server_hours), number(day.server_hours_by_window)
+    yield _noted(
+        f"{plural(day.servers, 'server')} all day{fewer}: {hours} server-hours; window by window they are {by_window}. The window from "
+        f"{binding.begins} needs the most"
+    )
+    yield _noted(_scaler_text(day.scaler))
+    yield f"  in the window from {binding.begins}"
+    rows_of = [
+        (
+            _percentile(one.name),
+            number(one.limit_ms),
+            *("never" if v is None else number(v) for v in (one.value, one.high)),
+            "never" if one.one_fewer is None and day.servers > 1 else number(one.one_fewer),
+        )
+        for one in day.latencies
+    ]
+    yield indented(columns(("ms", "objective", "expected", "high end", "one server fewer"), rows_of))
+    head = ("from", "requests/s", "prompt", "output", "servers", "likely", "scaler", "")
+    yield indented(columns(head, [_window_row(w) for w in day.windows[:_MOST_OF_A_DAY]]))
+    if len(day.windows) > _MOST_OF_A_DAY:
+        yield _noted(f"and {plural(len(day.windows) - _MOST_OF_A_DAY, 'window')} more, which JSON has")
+
+
+def _window_row(window: PlannedWindow) -> tuple[str, ...]:
+    servers = ("-" if n is None else count(n) for n in (window.servers, window.servers_likely))
+    missed = "scaler misses" if window.scaled_holds is False else ""
+    return (
+        window.begins,
+        number(window.rate_per_s),
+        number(window.prompt_tokens),
+        number(window.output_tokens),
+        *servers,
+        number(window.scaled_mean),
+        "none holds" if window.servers is None else missed,
+    )
+
+
+def _scaler_text(scaler: ScalerPlan) -> str:
+    """Say what a scaler needs."""
+    steps = "single servers" if scaler.step == 1 else f"steps of {scaler.step} servers"
+    spare = (
+        f"{number(scaler.spare_pct)} % more servers than the load needs"
+        if scaler.spare_pct
+        else "no spare servers"
+    )
+    has = f"a scaler with {number(scaler.scale_up_s)} s of start-up and {steps}"
+    used = f"at most {plural(scaler.most, 'server')} and {number(scaler.server_hours)} server-hours"
+    if scaler.holds:
+        return f"{has} needs {spare}: {used}"
+    return (
+        f"{has} misses the objectives in {plural(scaler.windows_missed, 'window')}, even with {spare}: {used}"
+    )
 
 
 def arrivals_text(arrivals: PlannedArrivals) -> str:

@@ -128,6 +128,130 @@ class PlannedLoad:
 
 
 @dataclass(frozen=True, slots=True)
+class PlannedWindow:
+    """A window of time of a file of arrivals.
+
+    Attributes:
+        from_s: Its begin, in s on the clock of the file.
+        begins: The same as a date, if that clock has dates, else in hours and minutes.
+        requests: Requests that arrive in it.
+        rate_per_s: The same per second, over all servers.
+        prompt_tokens: Their mean prompt; null without requests.
+        output_tokens: Their mean output; null without requests.
+        servers: The fewest that keep its requests to the objectives at the high end of the intervals, or `servers_likely` where no number
+            does; 0 without requests; null where no number does at all.
+        servers_likely: The fewest, if latencies are as planned.
+        scaled_mean: Servers that the scaler has ready, on average over the requests; null without requests.
+        scaled_most: The most that it has ready; null without requests.
+        scaled_holds: Whether the objectives hold with it; null without requests, and where no number of servers keeps to them.
+    """
+
+    from_s: float
+    begins: str
+    requests: int
+    rate_per_s: float
+    prompt_tokens: float | None
+    output_tokens: float | None
+    servers: int | None
+    servers_likely: int | None
+    scaled_mean: float | None = None
+    scaled_most: int | None = None
+    scaled_holds: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BindingLatency:
+    """An objective in the window that needs the most servers.
+
+    Attributes:
+        name: Such as ttft_p99_ms.
+        limit_ms: The objective, in ms.
+        value: With the planned servers, in ms; null where requests are never served.
+        high: The high end of its interval.
+        one_fewer: As `value`, with one server fewer; null also where there is only one.
+    """
+
+    name: str
+    limit_ms: float
+    value: float | None
+    high: float | None
+    one_fewer: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class ServerChange:
+    """The number of servers that a scaler has ready from a time on, in s on the clock of the file."""
+
+    from_s: float
+    servers: int
+
+
+@dataclass(frozen=True, slots=True)
+class ScalerPlan:
+    """Servers that a scaler needs, which follows the load by what a server carries.
+
+    Attributes:
+        scale_up_s: Time from asking for a server to its first request.
+        step: Servers come and go by as many.
+        spare_pct: Servers that it has to ask for beyond those that the load needs, in percent; the most that was tried where
+            `holds` is false.
+        holds: Whether the objectives hold in every window that some number of servers keeps to them.
+        windows_missed: Windows in which they do not.
+        most: The most servers that are ready.
+        server_hours: Hours of all servers.
+        changes: The servers over time.
+    """
+
+    scale_up_s: float
+    step: int
+    spare_pct: float
+    holds: bool
+    windows_missed: int
+    most: int
+    server_hours: float
+    changes: tuple[ServerChange, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DayPlan:
+    """Servers for a file of arrivals.
+
+    Attributes:
+        file: The file.
+        has_rates: Whether it has rates per hour, and the requests were drawn.
+        rows: Its rows.
+        requests: Requests that were planned for.
+        odd: Reason to rows that were left out for it.
+        window_s: Length of a window, in s.
+        servers: The fewest that carry every window at the high end of the intervals, or `servers_likely` where no number does.
+        servers_likely: The fewest, if latencies are as planned.
+        binding: Number of the window that needs them, from 0.
+        latencies: The objectives in that window.
+        windows_missed: Windows that no number of servers keeps to the objectives; the others decide.
+        server_hours: Hours of `servers` servers from the first arrival to the last.
+        server_hours_by_window: Hours of the servers of each window.
+        windows: The windows, in order.
+        scaler: The servers that a scaler needs.
+    """
+
+    file: str
+    has_rates: bool
+    rows: int
+    requests: int
+    odd: dict[str, int]
+    window_s: float
+    servers: int
+    servers_likely: int
+    binding: int
+    latencies: tuple[BindingLatency, ...]
+    windows_missed: int
+    server_hours: float
+    server_hours_by_window: float
+    windows: tuple[PlannedWindow, ...]
+    scaler: ScalerPlan
+
+
+@dataclass(frozen=True, slots=True)
 class ServerPlan:
     """The answer for one kind of server.
 
@@ -163,6 +287,7 @@ class ServerPlan:
         curve: These servers over the rates up to their capacity.
         cost_per_million_output_tokens: At `at`, in the currency of the price; null without a price.
         cost_per_million_tokens: The same with prompt tokens counted too.
+        day: The answer for a file of arrivals, hour by hour; `servers` and `servers_likely` are those that carry all of it.
         notes: Assumptions behind the answer, and steps that it rests on.
     """
 
@@ -194,6 +319,7 @@ class ServerPlan:
     curve: tuple[PlanPoint, ...] = ()
     cost_per_million_output_tokens: float | None = None
     cost_per_million_tokens: float | None = None
+    day: DayPlan | None = None
     notes: tuple[str, ...] = ()
 
 
