@@ -7,13 +7,12 @@ from pathlib import Path
 
 from tracefit.models.targets import TARGETS
 from tracefit.reports.terminal_results import ingest_text, run_text, train_text
+from tracefit.reports.trained import RunResult, TrainResult
 from tracefit.results.models import (
     DeploymentSummary,
     LatencySummary,
     MissingModels,
     ModelSummary,
-    RunResult,
-    TrainResult,
 )
 from tracefit.results.requests import Quantiles, RequestGroup
 from tracefit.results.traces import IngestResult, RunSummary

@@ -13,7 +13,7 @@ import polars as pl
 from tracefit import memory
 from tracefit.coefficients import publish
 from tracefit.coefficients.files import published
-from tracefit.coefficients.models import Models, load
+from tracefit.coefficients.models import Models
 from tracefit.coefficients.verdicts import override
 from tracefit.commands.deployments import (
     MOST_ROWS,
@@ -55,15 +55,13 @@ from tracefit.options import (
     named,
 )
 from tracefit.progress import KeptWarnings, Progress
+from tracefit.reports.trained import RunResult, TrainResult
 from tracefit.results.models import (
     DeploymentSummary,
     LatencySummary,
     MissingModels,
     ModelSummary,
-    RunResult,
-    TrainResult,
 )
-from tracefit.results.notebook import read_with
 from tracefit.server.documents import read_bytes
 from tracefit.tables.disk import disk_errors, write_files
 from tracefit.tables.runs import find_overlaps
@@ -459,11 +457,6 @@ def _numbers(
         for field in fields(summary)
         if field.name.startswith(f"{part}_")
     }
-
-
-@read_with
-def _coefficients(models: Path) -> pl.DataFrame:
-    return load(models).coefficients
 
 
 def run(

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from tracefit.models.deployment import StepPrediction
     from tracefit.models.predict import PredictedDuration
     from tracefit.models.request import RequestPrediction
+    from tracefit.reports.trained import RunResult, TrainResult
     from tracefit.results import models, traces
     from tracefit.results.plans import PlannedArrivals, PlanPoint, PlanResult, RankedServers, ServerPlan
     from tracefit.results.replays import QueueWindow, RunReplay
@@ -84,7 +85,7 @@ def ingest_plan_text(plan: traces.IngestPlan) -> str:
     return "\n".join([*lines, *(_wrapped(f"left out: {text}", "  ") for text in plan.left_out)])
 
 
-def train_text(result: models.TrainResult) -> str:
+def train_text(result: TrainResult) -> str:
     """Return the models' errors deployment by deployment, and the written files."""
     return "\n".join([*_deployments(result), *_written(result.files)])
 
@@ -108,12 +109,12 @@ def report_text(result: models.ReportResult) -> str:
     return "\n\n".join([*parts, "\n".join(_written(result.files))])
 
 
-def run_text(result: models.RunResult) -> str:
+def run_text(result: RunResult) -> str:
     """Return a summary of the main job, ending with the page to open."""
     return f"{_runs(result.ingested)}\n\n{train_text(result.trained)}"
 
 
-def _deployments(result: models.TrainResult) -> list[str]:
+def _deployments(result: TrainResult) -> list[str]:
     labels = deployment_labels({s.deployment_id: (s.runs, s.settings) for s in result.deployments})
     runs = {s.deployment_id: s.runs for s in result.deployments}
     head = ("model", "median error", "P90", "MAE us", "baseline us", "held out")
