@@ -41,6 +41,7 @@ from tracefit.fit.load import runs_to_fit
 from tracefit.fit.splits import is_excluded, of_means
 from tracefit.inputs.buckets import place_of
 from tracefit.models.targets import LATENCIES, is_step_model
+from tracefit.models.validation import is_negligible_wait
 from tracefit.options import (
     LOCAL,
     EngineChoice,
@@ -55,6 +56,7 @@ from tracefit.options import (
     named,
 )
 from tracefit.progress import KeptWarnings, Progress
+from tracefit.reports.facts import overloaded
 from tracefit.reports.trained import RunResult, TrainResult
 from tracefit.results.models import (
     DeploymentSummary,
@@ -75,7 +77,7 @@ if TYPE_CHECKING:
     from tracefit.commands.plan import Rates
     from tracefit.engines.jobs import TaskEngine
     from tracefit.fit.fitted import FittedDeployment, FittedModel
-    from tracefit.fit.results import Latency, Overload
+    from tracefit.fit.results import Latency
     from tracefit.models.validation import Metrics
     from tracefit.options import IngestOptions
     from tracefit.results.replays import RunReplay
@@ -343,7 +345,7 @@ def fit_runs(
         overloads = tuple(filter(None, (frames[run_id].overload for run_id in members)))
         kept, overloads = runs_to_fit(members, overloads, include=options.include_overloaded)
         for one in overloads:
-            progress.warn(overload_text(one))
+            progress.warn(overloaded(one, named(TrainOptions, "include_overloaded")).line)
         tables = deployment_tables([frames[run_id].tables for run_id in sorted(kept)])
         frames.clear()
         # Memory that the frames took would add to the peak of the fits.
@@ -379,13 +381,6 @@ def _sampled(
             notes[deployment.deployment_id] = (note,)
             progress.warn(f"{deployment.deployment_id}: {note}")
     return runs.filter(pl.col("run_id").is_in(sampled)), notes
-
-
-def overload_text(one: Overload) -> str:
-    """Return the warning for an overloaded run: the reason, and whether it is trained on."""
-    left_out = f"left out of training ({named(TrainOptions, 'include_overloaded')} keeps it)"
-    fate = "trained on all the same" if one.trained_on else left_out
-    return f"run {one.run_id} was overloaded, {fate}: {'; '.join(one.reasons)}"
 
 
 def _named_files(options: TrainOptions) -> dict[str, str]:
@@ -435,7 +430,7 @@ def _summary(deployment: FittedDeployment, model: FittedModel) -> ModelSummary:
         rows_used=model.fitted.rows_used,
         rows_holdout=model.fitted.rows_holdout,
         of_means=of_means(v),
-        is_negligible=model.name.startswith("alpha.") and v.is_negligible,
+        is_negligible=is_negligible_wait(model.name, v),
         **_numbers(ModelSummary, parts),
     )
 

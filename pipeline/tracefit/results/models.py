@@ -77,9 +77,6 @@ class MissingModels:
     reason: str
     remedy: str | None = None
 
-    def __str__(self) -> str:
-        return f"{', '.join(self.models)}: {self.reason}" + (f"; {self.remedy}" if self.remedy else "")
-
 
 @dataclass(frozen=True, slots=True)
 class ReportResult(Shown):
