@@ -17,7 +17,7 @@ from tracefit.engines.jobs import Job
 from tracefit.engines.local import LocalEngine
 from tracefit.errors import naming_flags
 from tracefit.options import DeploymentOption, IngestOptions, RunOption, TablesArgument, flag_of, named
-from tracefit.results.models import RunResult, TrainResult
+from tracefit.reports.trained import RunResult, TrainResult
 from tracefit.tables.schema import INGEST_TABLES
 from tracefit.tables.store import TableStore
 

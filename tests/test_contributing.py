@@ -252,9 +252,12 @@ class ModelCount:
             """
 
 @command("count {models}")
-def count(terminal: Terminal, models: ModelsArgument) -> object:
+def count(terminal: Terminal, models: ModelsArgument) -> tuple[object, str]:
     \"\"\"Count models.\"\"\"
-    return tracefit.count(models)
+    from tracefit.reports.terminal_results import count_text
+
+    result = tracefit.count(models)
+    return result, count_text(result)
 """,
         ),
         "pipeline/tracefit/reports/terminal_results.py": (

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+import tracefit
 from tracefit.recordings import RECORDINGS
 from tracefit.tables.schema import TABLES
 from tracefit.tables.sources import SOURCES
@@ -147,6 +148,57 @@ def test_an_import_changes_nothing_that_a_process_shares():
         ("receive/grpc_server.py", "logging.getLogger('grpc._cython.cygrpc').addHandler"),
         ("server/documents.py", "_Loader.add_constructor"),
     }
+
+
+MOST_PARAMETERS = 8
+"""Parameters of a function, without options: what belongs together is a dataclass with a name of its own."""
+
+
+def _parameters(function, *, has_options):
+    """Return the parameters of a function; without those that must be named, if these are options."""
+    of = function.args
+    named = [] if has_options else [*of.kwonlyargs, *filter(None, [of.kwarg])]
+    every = [*of.posonlyargs, *of.args, *filter(None, [of.vararg]), *named]
+    return [parameter.arg for parameter in every if parameter.arg not in ("self", "cls")]
+
+
+def _functions(module):
+    """Yield the functions of a module, each with whether its named parameters are options, which users of the library give."""
+    offered = {name for name, home in tracefit._LAZY.items() if home == module}
+    for node in _tree(MODULES[module]).body:
+        is_offered = getattr(node, "name", None) in offered
+        for one in ast.walk(node):
+            if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+                yield one, is_offered and not getattr(one, "name", "_").startswith("_")
+
+
+def _makes_a_command(decorator):
+    return isinstance(decorator, ast.Call) and getattr(decorator.func, "id", "") == "command"
+
+
+@pytest.mark.parametrize("room", sorted(PLACES))
+def test_no_function_has_many_parameters(room):
+    many = {
+        (module, one.lineno, len(parameters))
+        for module in MODULES
+        if _room(module) == room
+        for one, has_options in _functions(module)
+        # There, every parameter of a command is an option.
+        if not any(map(_makes_a_command, getattr(one, "decorator_list", ())))
+        if len(parameters := _parameters(one, has_options=has_options)) > MOST_PARAMETERS
+    }
+    assert many == set()
+
+
+@pytest.mark.parametrize(
+    ("code", "count"),
+    [("def f(self, a, /, b, *c, d, **e): pass", 5), ("f = lambda a, b=1: a", 2), ("def f(*, a): pass", 1)],
+)
+def test_parameters_of_every_kind_count(code, count):
+    function = next(
+        n for n in ast.walk(ast.parse(code)) if hasattr(n, "args") and not isinstance(n, ast.Call)
+    )
+    assert len(_parameters(function, has_options=False)) == count
 
 
 # -- who names a format of recordings --------------------------------------------------------------------

@@ -334,7 +334,9 @@ def test_a_few_milliseconds_decide_nothing_without_a_replay_either(compared):
     """Half of the requests are traced."""
     code, result = compared(admission=AdmissionLaw(base_us=5_300.0), journey_sampling=0.5)
     assert result["latencies"] == []
-    assert any(note.startswith("not replayed: later: journeys are a sample") for note in result["notes"])
+    assert any(
+        note.startswith("run later is not replayed: journeys are a sample") for note in result["notes"]
+    )
     admission = next(d for d in result["drift"] if d["model"] == "alpha.admission")
     assert not admission["decides"]
     assert (code, result["verdict"]) == (0, "good")

@@ -407,7 +407,7 @@ def test_names_that_are_not_close_are_not_suggested():
 LOGS = {
     "debug": {"info: reading run", "debug: "},
     "info": {"info: reading run"},
-    "warning": {"warning: run: the server's SDK dropped 7 events"},
+    "warning": {"warning: run: 7 events were dropped by the server's SDK"},
     "error": set(),
 }
 

@@ -223,7 +223,7 @@ def test_dropped_events_or_duplicates_alone_are_quarantine(tmp_path, traces, qui
     assert (result.exit_code, result.ingested.exit_code, result.trained.exit_code) == (3, 3, 3)
     assert [m.name for m in result.trained.fitted] == ["beta.cycle_time"]
     says = (
-        "dropped 9 events; raise OTEL_SPAN_EVENT_COUNT_LIMIT"
+        "9 events were dropped by the server's SDK; set OTEL_SPAN_EVENT_COUNT_LIMIT above 128"
         if trouble == "dropped"
         else "1 spans were there twice"
     )

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import multiprocessing
 import os
 import pickle
+import signal
+import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -236,11 +237,68 @@ def test_workers_have_a_core_each_if_they_have_all_cores(more, monkeypatch):
     assert found == wanted
 
 
+def _children():
+    return {pid for task in Path("/proc/self/task").glob("*/children") for pid in task.read_text().split()}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc names the children")
 @pytest.mark.parametrize(("size", "started"), [(3, 2), (1, 0)])
 def test_workers_start_before_the_first_jobs_are_made(size, started):
+    before = _children()
     with LocalEngine(2) as engine:
         engine.limit(size)
-        assert len(multiprocessing.active_children()) == started
+        assert len(_children() - before) == started
+    assert _children() <= before
+
+
+def _done_by_workers(engine, calls):
+    """Return the results of some calls, each of a function with one argument."""
+    jobs = [Job(function, argument, "run", number) for number, (function, argument) in enumerate(calls)]
+    waiting = iter(jobs)
+    ended = {job.work: result for job, result in engine.run(lambda: next(waiting, None))}
+    return [ended[job.work] for job in jobs]
+
+
+def test_a_worker_has_threads_of_its_own_and_is_out_of_reach_of_ctrl_c(monkeypatch):
+    monkeypatch.setenv("POLARS_MAX_THREADS", "77")
+    calls = [(os.getenv, "POLARS_MAX_THREADS"), (os.getpgid, 0)]
+    with LocalEngine(2) as engine:
+        threads, group = _done_by_workers(engine, calls)
+    assert threads == str(max(1, available_cores() // 2))
+    assert group != os.getpgid(0), "Ctrl-C goes to the group of this process"
+    assert os.environ["POLARS_MAX_THREADS"] == "77"
+
+
+def test_a_defect_in_a_worker_is_raised_here_with_its_traceback():
+    with LocalEngine(2) as engine, pytest.raises(ValueError, match="invalid literal") as caught:
+        _done_by_workers(engine, [(int, "7"), (int, "seven")])
+    assert any("In a worker" in note and "int" in note for note in caught.value.__notes__)
+
+
+KILLED_AT_WORK = """
+import os, signal, time
+from tracefit.engines.jobs import Job
+from tracefit.engines.local import LocalEngine
+
+jobs = [Job(time.sleep, 600, "run", None)] * 2
+with LocalEngine(2) as engine:
+    for _ in engine.run(lambda: jobs.pop() if jobs else os.kill(os.getpid(), signal.SIGKILL)):
+        pass
+"""
+
+
+@pytest.mark.parametrize("how", ["script", "standard input"])
+def test_workers_end_with_the_process_that_started_them(tmp_path, how):
+    """They have its standard output too, which is at its end once they are gone. A script is not run again by them."""
+    script = tmp_path / "script.py"
+    script.write_text(KILLED_AT_WORK)
+    given = (
+        {"args": [sys.executable, script]}
+        if how == "script"
+        else {"args": [sys.executable, "-"], "input": KILLED_AT_WORK}
+    )
+    done = subprocess.run(**given, capture_output=True, text=True, check=False, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGKILL, "", "")
 
 
 @pytest.mark.slow

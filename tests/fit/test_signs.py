@@ -8,7 +8,7 @@ import pytest
 from scipy.optimize import lsq_linear
 
 from tracefit import TrainOptions, UsageError
-from tracefit.commands.train import deployment_options
+from tracefit.commands.fitting import deployment_options
 from tracefit.features.sets import BUILT_IN, QUEUED_FEATURES, Feature
 from tracefit.fit import splits
 from tracefit.fit.estimators import RobustLinear, confidence_intervals

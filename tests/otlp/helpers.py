@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import polars as pl
+import pytest
 from hypothesis import strategies as st
 
 from containers import (  # noqa: F401 - tests have them of this module
@@ -27,9 +28,14 @@ from tracefit.inputs.files import TraceFile
 from tracefit.inputs.rejects import Reject
 from tracefit.options import IngestOptions
 from tracefit.otlp.decode import DecodeLimits, SpanBatch, Wanted, decode_blocks
+from tracefit.otlp.layouts import FEW_EVENTS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
+
+
+each_reader = pytest.mark.parametrize("times", [1, 2 * FEW_EVENTS], ids=["one by one", "by column"])
+"""Gives a case to both readers of attributes: few events go through the parser, many are read column by column."""
 
 
 def event(name: str, attributes: list[Record], time: Any = "1700000000000000001") -> Record:

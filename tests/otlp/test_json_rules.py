@@ -9,6 +9,7 @@ import math
 import polars as pl
 import pytest
 
+from otlp.helpers import each_reader
 from tracefit.otlp.decode import SPAN_COLUMNS
 
 TRACE_ID = "5b8efff798038103d269b633813fc60c"
@@ -118,12 +119,12 @@ def test_int_value_beyond_int64_rejects_its_span(otlp, value, neighbours):
         (str(-(2**63)), -(2**63)),
     ],
 )
-@pytest.mark.parametrize("count", [1, 50])
-def test_integers_are_strings_or_numbers(otlp, spelled, number, count):
-    events = [otlp.event("e", [otlp.attribute("n", intValue=spelled)])] * count
+@each_reader
+def test_integers_are_strings_or_numbers(otlp, spelled, number, times):
+    events = [otlp.event("e", [otlp.attribute("n", intValue=spelled)])] * times
     read = one(otlp, attributes=[otlp.attribute("n", intValue=spelled)], events=events)
     assert read.span["attributes"] == {"n": str(number)}
-    assert [event["n"] for event in read.events["e"]] == [number] * count
+    assert [event["n"] for event in read.events["e"]] == [number] * times
 
 
 @pytest.mark.parametrize("spelled", ["1700000000000000001", 1700000000000000001])
@@ -167,10 +168,10 @@ def test_status_codes_are_numbers_or_names(otlp, status, expected):
         (1e-300, 1e-300),
     ],
 )
-@pytest.mark.parametrize("count", [1, 50])
-def test_doubles_are_numbers_or_strings_and_need_not_be_finite(otlp, spelled, number, count):
-    read = one(otlp, events=[otlp.event("e", [otlp.attribute("x", doubleValue=spelled)])] * count)
-    assert [event["x"] for event in read.events["e"]] == pytest.approx([number] * count, nan_ok=True, abs=0)
+@each_reader
+def test_doubles_are_numbers_or_strings_and_need_not_be_finite(otlp, spelled, number, times):
+    read = one(otlp, events=[otlp.event("e", [otlp.attribute("x", doubleValue=spelled)])] * times)
+    assert [event["x"] for event in read.events["e"]] == pytest.approx([number] * times, nan_ok=True, abs=0)
 
 
 def test_doubles_as_text_are_json_or_the_names_of_protojson(otlp):
@@ -286,15 +287,15 @@ VALUES = [
 
 
 @pytest.mark.parametrize(("value", "text"), VALUES)
-@pytest.mark.parametrize("count", [1, 50])
-def test_attribute_values_of_every_kind(otlp, value, text, count):
+@each_reader
+def test_attribute_values_of_every_kind(otlp, value, text, times):
     read = one(
         otlp,
         attributes=[{"key": "k", "value": value}],
-        events=[otlp.event("e", [{"key": "k", "value": value}])] * count,
+        events=[otlp.event("e", [{"key": "k", "value": value}])] * times,
     )
     assert read.span["attributes"].get("k") == text
-    assert [event["k"] for event in read.events["e"]] == [text] * count
+    assert [event["k"] for event in read.events["e"]] == [text] * times
 
 
 @pytest.mark.parametrize("count", [2, 50])
@@ -324,13 +325,13 @@ def test_old_tempo_names_of_the_scope_are_read(otlp):
     assert otlp.read_one(otlp.to_json({"batches": [batch]})).span["scope"] == "s"
 
 
-@pytest.mark.parametrize("count", [1, 50])
+@each_reader
 @pytest.mark.parametrize("is_escaped", [True, False])
-def test_strings_keep_escapes_and_characters_of_every_plane(otlp, count, is_escaped):
+def test_strings_keep_escapes_and_characters_of_every_plane(otlp, times, is_escaped):
     text = 'a"b\\c\n\t\x7fé漢😀 '
-    tree = otlp.record(otlp.span(events=[otlp.event("e", [otlp.attribute("s", stringValue=text)])] * count))
+    tree = otlp.record(otlp.span(events=[otlp.event("e", [otlp.attribute("s", stringValue=text)])] * times))
     data = json.dumps(tree, ensure_ascii=is_escaped)
-    assert [event["s"] for event in otlp.read_one(data.encode()).events["e"]] == [text] * count
+    assert [event["s"] for event in otlp.read_one(data.encode()).events["e"]] == [text] * times
 
 
 def test_the_columns_of_spans_have_the_published_types(otlp):

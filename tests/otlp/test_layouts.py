@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
 
+from otlp.helpers import each_reader
 from tracefit.options import IngestOptions
 from tracefit.tables.rows import rows_of, wanted_of
 
@@ -254,7 +255,7 @@ def test_literal_is_read_alike_by_parser_and_layout(otlp, literal):
             assert first == last or repr(first) == repr(last) == "nan", (kind, usual, dtype)
 
 
-@pytest.mark.parametrize("times", [1, 50])
+@each_reader
 @pytest.mark.parametrize(
     ("kind", "literal", "value"),
     [
@@ -276,7 +277,7 @@ def test_a_literal_has_its_value(otlp, times, kind, literal, value):
     assert [event["k"] for event in found.events["e"]] == [value] * times
 
 
-@pytest.mark.parametrize("times", [1, 50])
+@each_reader
 @pytest.mark.parametrize(
     ("kind", "literal", "dtype", "value"),
     [
@@ -294,7 +295,7 @@ def test_a_value_of_another_kind_is_converted_or_null(otlp, times, kind, literal
     assert [event["k"] for event in found.events["e"]] == [value] * times
 
 
-@pytest.mark.parametrize("times", [1, 50])
+@each_reader
 @pytest.mark.parametrize("encoding", ["lines", "framed protobuf"])
 @pytest.mark.parametrize(
     ("value", "text"),

@@ -454,7 +454,7 @@ def test_a_replay_is_printed_with_its_queue_as_bars():
     assert "measured   ▄█\n" in text
     assert "replayed   ▁█\n" in text
     assert "note: nothing is guessed" in text
-    assert "sparse: not replayed: only steps were traced" in text
+    assert "run sparse is not replayed: only steps were traced" in text
 
 
 class _Requests:

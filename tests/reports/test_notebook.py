@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 
 import tracefit
-from tracefit.commands.report import draw
-from tracefit.results.models import IngestResult, ModelSummary, RunResult, TrainResult
+from tracefit.reports.trained import RunResult, TrainResult
+from tracefit.results.models import ModelSummary
 from tracefit.results.notebook import Shown
+from tracefit.results.traces import IngestResult
 
 
 @pytest.fixture
@@ -78,7 +79,7 @@ def test_without_plotly_the_error_says_what_to_install(result, monkeypatch):
     for name in [n for n in sys.modules if n.startswith("plotly.")]:
         monkeypatch.delitem(sys.modules, name)
     with pytest.raises(tracefit.TracefitError, match=r"pip install 'tracefit\[report\]'"):
-        draw(result.evaluation, result.models, result.tables, "step-times", None)
+        result.plot()
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ import pytest
 from tracefit.coefficients.documents import Criterion, Verdict
 from tracefit.coefficients.files import read_evaluation
 from tracefit.fit.results import Missing, Overload, SummedTime
-from tracefit.reports.sentences import fraction, lead, least_exact, verdicts, worse_than_median
+from tracefit.reports.sentences import fraction, lead, least_exact, verdicts
 from tracefit.results.plans import ServerCapacity
 from tracefit.results.requests import RecordedLoad
 from tracefit.text import percent
@@ -85,21 +85,6 @@ def test_the_server_changed_only_if_its_speed_did(deployment):
     )
     # Files before called a bias beyond chance a drift.
     assert "changed" not in said(drifting=True, speed_change_2sd_pct=None)
-
-
-def test_a_model_worse_than_the_training_median_is_named(deployment):
-    entry = deployment.models["alpha.admission"]
-    poor = replace(
-        entry,
-        skill=-0.23,
-        holdout=replace(entry.holdout, mae=1905.0),
-        baseline=replace(entry.baseline, mae=1547.0),
-    )
-    (said,) = worse_than_median(deployment.model_copy(update={"models": {"alpha.admission": poor}}))
-    assert "worse than the training median" in said
-    assert "1,905 us" in said
-    assert "1,547 us" in said
-    assert not worse_than_median(deployment.model_copy(update={"models": {"a": replace(poor, skill=0.0)}}))
 
 
 def test_without_a_model_of_step_times_the_lead_says_why(deployment):

@@ -25,7 +25,7 @@ from tracefit.inputs.containers import CONTAINERS
 from tracefit.inputs.unread import UNREAD
 from tracefit.models.targets import CYCLE_TIME
 from tracefit.recordings import RECORDINGS
-from tracefit.results.models import TrainResult
+from tracefit.reports.trained import TrainResult
 from tracefit.tables.schema import TABLES
 from tracefit.tables.sources import DURATION, SOURCES
 from tracefit.timeline import thresholds

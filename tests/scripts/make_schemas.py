@@ -18,6 +18,8 @@ from tracefit.coefficients.documents import CoefficientFile, Evaluation
 from tracefit.features.sets import FeatureSet
 from tracefit.models.deployment import StepPrediction
 from tracefit.models.request import RequestPrediction
+from tracefit.reports import trained
+from tracefit.reports.trained import RunResult, TrainResult
 from tracefit.results import models, plans, requests, traces
 from tracefit.results.models import (
     CompareResult,
@@ -25,9 +27,7 @@ from tracefit.results.models import (
     ReplayResult,
     ReportResult,
     RowPredictions,
-    RunResult,
     SynthResult,
-    TrainResult,
     TransferResult,
     VerifyResult,
 )
@@ -94,8 +94,8 @@ def _result_schema(command: str) -> dict[str, Any]:
     # `exit_code` is a property, which pydantic does not describe.
     with_code = {
         n
-        for room in (models, plans, requests, traces)
-        for n, c in vars(room).items()
+        for module in (models, plans, requests, trained, traces)
+        for n, c in vars(module).items()
         if hasattr(c, "exit_code")
     }
     for part in (schema, *schema.get("$defs", {}).values()):

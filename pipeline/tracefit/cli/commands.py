@@ -1,6 +1,6 @@
 """The commands of `tracefit`: four read traces (run, inspect, ingest, receive), the others make models or use them.
 
-Each collects its options, calls the function of the library with its own name, and returns the result to be shown.
+Each collects its options, calls the function of the library with its own name, and returns the result and its text.
 """
 
 from __future__ import annotations
@@ -113,12 +113,14 @@ def run(
     *,
     workers: WorkersOption = None,
     **options: Any,
-) -> object:
+) -> tuple[object, str]:
     """Turn traces into tables, coefficients and a report.
 
     Example: `tracefit run runs/ --out out/`
     """
-    return tracefit.run(
+    from tracefit.reports.terminal_results import run_text
+
+    result = tracefit.run(
         paths,
         out,
         server=server_options(options),
@@ -128,10 +130,11 @@ def run(
         engine=from_flags(EngineChoice, options),
         progress=terminal,
     )
+    return result, run_text(result)
 
 
 @command("inspect", ServerOptions)
-def inspect(terminal: Terminal, paths: InspectedArgument, **options: Any) -> object:
+def inspect(terminal: Terminal, paths: InspectedArgument, **options: Any) -> tuple[object, str]:
     """Describe traces and the models that they can train.
 
     Shows formats, services, sampling, events and how complete the journeys are; fits and writes nothing. The exit code is 1
@@ -139,7 +142,10 @@ def inspect(terminal: Terminal, paths: InspectedArgument, **options: Any) -> obj
 
     Example: `tracefit inspect runs/`
     """
-    return tracefit.inspect(paths, server=server_options(options), progress=terminal)
+    from tracefit.reports.terminal_results import inspect_text
+
+    result = tracefit.inspect(paths, server=server_options(options), progress=terminal)
+    return result, inspect_text(result)
 
 
 @command("ingest to {out}", ServerOptions, IngestOptions, EngineChoice)
@@ -151,22 +157,23 @@ def ingest(
     workers: WorkersOption = None,
     dry_run: DryRunOption = False,
     **options: Any,
-) -> object:
+) -> tuple[object, str]:
     """Turn traces into Parquet tables.
 
     Files that the folder already has are not read again.
 
     Example: `tracefit ingest runs/ --out tables/`
     """
+    from tracefit.reports.terminal_results import ingest_plan_text, ingest_text
+
     kept = from_flags(IngestOptions, options)
     # A plan depends on the files and the tables, not on the server: its options are not read.
     if dry_run:
         from tracefit.commands.ingest import plan_ingest
-        from tracefit.reports.terminal_results import ingest_plan_text
 
         reads = plan_ingest(paths, out, options=kept)
         return reads, ingest_plan_text(reads)
-    return tracefit.ingest(
+    result = tracefit.ingest(
         paths,
         out,
         server=server_options(options),
@@ -175,6 +182,7 @@ def ingest(
         engine=from_flags(EngineChoice, options),
         progress=terminal,
     )
+    return result, ingest_text(result)
 
 
 @command("receive to {out}", ServerOptions, ReceiveOptions)
@@ -187,7 +195,7 @@ def receive(
     models: WatchedModelsOption = None,
     deployment: DeploymentOption = None,
     **options: Any,
-) -> object:
+) -> tuple[object, str]:
     """Receive traces from running servers into run folders.
 
     Takes OTLP over gRPC and HTTP, as vLLM sends it, without a collector. Acknowledges a request when it is on disk.
@@ -195,13 +203,14 @@ def receive(
     Example: `tracefit receive --out traces/ --model meta-llama/Llama-3.1-8B-Instruct --gpu H100 --live`
     """
     from tracefit.commands.receive import receive as receive_command
+    from tracefit.reports.terminal_results import receive_text
 
     def listening(at: Listening) -> None:
         if not terminal.quiet:
             where = f"{at.host}:{at.grpc_port} (gRPC) and {at.host}:{at.http_port} (HTTP)"
             typer.echo(f"listening on {where}; writing to {at.out}", err=True)
 
-    return receive_command(
+    result = receive_command(
         out,
         options=from_flags(ReceiveOptions, options),
         server=server_options(options, model=model),
@@ -211,6 +220,7 @@ def receive(
         listening=listening,
         progress=terminal,
     )
+    return result, receive_text(result)
 
 
 @command("train on {tables}", TrainOptions, EngineChoice)
@@ -221,12 +231,14 @@ def train(
     *,
     workers: WorkersOption = None,
     **options: Any,
-) -> object:
+) -> tuple[object, str]:
     """Fit coefficients on tables, and write a report.
 
     Example: `tracefit train tables/ --out models/`
     """
-    return tracefit.train(
+    from tracefit.reports.terminal_results import train_text
+
+    result = tracefit.train(
         tables,
         out,
         options=from_flags(TrainOptions, options),
@@ -234,6 +246,7 @@ def train(
         engine=from_flags(EngineChoice, options),
         progress=terminal,
     )
+    return result, train_text(result)
 
 
 @command("report of {folder}")
@@ -243,14 +256,16 @@ def report(
     tables: TablesOption = None,
     out: ReportOutOption = None,
     slo: LimitsOption = None,
-) -> object:
+) -> tuple[object, str]:
     """Write the report again, and print its verdicts.
 
     Example: `tracefit report out/`
     """
     from tracefit.commands.report import parse_slo
+    from tracefit.reports.terminal_results import report_text
 
-    return tracefit.report(folder, tables=tables, out=out, slo_ms=parse_slo(slo or []), progress=terminal)
+    result = tracefit.report(folder, tables=tables, out=out, slo_ms=parse_slo(slo or []), progress=terminal)
+    return result, report_text(result)
 
 
 @command("compare {first} with {second}", Tolerance)
@@ -261,16 +276,19 @@ def compare(
     deployment: DeploymentOption = None,
     run: RunOption = None,
     **options: Any,
-) -> object:
+) -> tuple[object, str]:
     """Compare two coefficient files, or check one on new measurements.
 
     Points of a benchmark stand beside the predictions of their loads; some that are not compared exit with 3. A drift check exits with 0 if the file is still good, and with 1 if it has drifted or the new traces cannot tell.
 
     Example: `tracefit compare models/ new-tables/`
     """
-    return tracefit.compare(
+    from tracefit.reports.terminal_results import compare_text
+
+    result = tracefit.compare(
         first, second, deployment=deployment, run=run, tolerance=from_flags(Tolerance, options)
     )
+    return result, compare_text(result)
 
 
 @command("verify {file}")
@@ -279,14 +297,17 @@ def verify(
     file: VerifiedArgument,
     tables: TablesOption = None,
     features: FeaturesFileOption = None,
-) -> object:
+) -> tuple[object, str]:
     """Refit coefficient files and confirm each number.
 
     Numbers must agree to 1e-6; if they do not, the command names the inputs that differ and exits with 1.
 
     Example: `tracefit verify out/`
     """
-    return tracefit.verify(file, tables, features=features, progress=terminal)
+    from tracefit.reports.terminal_results import verify_text
+
+    result = tracefit.verify(file, tables, features=features, progress=terminal)
+    return result, verify_text(result)
 
 
 @command("replay {folder}")
@@ -294,7 +315,7 @@ def replay(
     terminal: Terminal,
     folder: ReplayedArgument,
     run: ReplayedRunOption = None,
-) -> object:
+) -> tuple[object, str]:
     """Replay the held-out part of runs with their models.
 
     The models give the queue, the batches and the steps. Requests have their measured arrivals and lengths; those in flight at
@@ -302,7 +323,10 @@ def replay(
 
     Example: `tracefit replay out/`
     """
-    return tracefit.replay_runs(folder, run=run, progress=terminal)
+    from tracefit.reports.terminal_results import replay_text
+
+    result = tracefit.replay_runs(folder, run=run, progress=terminal)
+    return result, replay_text(result)
 
 
 @command("plan with {folders}", LoadOptions, DayOptions)
@@ -321,7 +345,7 @@ def plan(
     deployment: DeploymentOption = None,
     run: RunOption = None,
     **options: Any,
-) -> object:
+) -> tuple[object, str]:
     """Plan servers for a load and its objectives.
 
     Finds the fewest servers for --rate, or the largest rate of --servers, by replaying requests like the traced ones. Shows
@@ -335,8 +359,9 @@ def plan(
     from tracefit.commands.ingest import parse_assignments
     from tracefit.commands.prices import parse_prices
     from tracefit.commands.report import parse_slo
+    from tracefit.reports.terminal_results import plan_text
 
-    return tracefit.plan(
+    result = tracefit.plan(
         folders,
         rate=rate,
         servers=servers,
@@ -353,6 +378,7 @@ def plan(
         run=run,
         progress=terminal,
     )
+    return result, plan_text(result)
 
 
 @command("transfer to {out}", ServerOptions)
@@ -365,7 +391,7 @@ def transfer(
     engine: LawEngineOption = None,
     force: ForceOption = False,
     **options: Any,
-) -> object:
+) -> tuple[object, str]:
     """Predict a server that was never traced, from others.
 
     Fits a law in time at rated speed to the steps of the sources, measures it on servers left out of them, and writes models, evaluation and
@@ -374,7 +400,9 @@ def transfer(
 
     Example: `tracefit transfer out/ --model-config config.json --gpu B300 --tp 2 --out new/`
     """
-    return tracefit.transfer(
+    from tracefit.reports.terminal_results import transfer_text
+
+    result = tracefit.transfer(
         folders,
         out,
         server=server_options(options),
@@ -383,6 +411,7 @@ def transfer(
         force=force,
         progress=terminal,
     )
+    return result, transfer_text(result)
 
 
 @command("requests of {tables}", is_quiet=False)
@@ -391,7 +420,7 @@ def requests(
     tables: TablesArgument,
     each: EachOption = False,
     csv: CsvOption = False,
-) -> object:
+) -> tuple[object, str]:
     """Summarize requests: failures, latencies, throughput.
 
     Shows percentiles of TTFT, ITL, E2E and queue wait by run, by phase and over time.
@@ -399,13 +428,13 @@ def requests(
     Example: `tracefit requests out/`
     """
     from tracefit.commands.requests import csv_text, seconds_view
-    from tracefit.reports.terminal_results import requests_csv
+    from tracefit.reports.terminal_results import requests_csv, requests_text
 
     if each:
         rows = seconds_view(tables)
         return rows, csv_text(rows)
     summary = tracefit.requests(tables)
-    return (summary, requests_csv(summary)) if csv else summary
+    return summary, requests_csv(summary) if csv else requests_text(summary)
 
 
 @command("predict with {models[0]}")
@@ -427,7 +456,7 @@ def predict(
     rows: RowsOption = None,
     of: RowKindOption = "step",
     out: RowsOutOption = None,
-) -> object:
+) -> tuple[object, str]:
     """Predict steps and requests from coefficient files.
 
     Describe a step, such as `--batch 32 --context 1500 --prefill 512`, or a request, such as `--prompt 800 --output 250 --queue 12`.
@@ -521,23 +550,26 @@ def export(
     deployment: DeploymentOption = None,
     run: RunOption = None,
     consumer_version: ConsumerVersionOption = None,
-) -> object:
+) -> tuple[object, str]:
     """Write coefficients in the form that a consumer loads.
 
     Refits them in the consumer's form and prints its held-out error. Refuses a model that cannot be converted, with the reason (exit code 1).
 
     Example: `tracefit export out/ --to blis --deployment codellama-34b --out blis/`
     """
-    return tracefit.export(
+    from tracefit.reports.terminal_results import export_text
+
+    result = tracefit.export(
         models, to, out, tables=tables, deployment=deployment, run=run, consumer_version=consumer_version
     )
+    return result, export_text(result)
 
 
 @command("features", is_quiet=False)
 def features(
     terminal: Terminal,
     names: FeatureSetsArgument = None,
-) -> object:
+) -> tuple[object, str]:
     """Show the declared feature sets.
 
     Shows the name, unit, formula and reason of every feature.
@@ -545,9 +577,11 @@ def features(
     Example: `tracefit features batch`
     """
     from tracefit.features.sets import BUILT_IN, feature_sets
+    from tracefit.reports.terminal_results import features_text
 
     # Read as by `train --features`: the sets shown here are those that would be fitted.
-    return [s for name in names or BUILT_IN for s in feature_sets(name)]
+    sets = [s for name in names or BUILT_IN for s in feature_sets(name)]
+    return sets, features_text(sets)
 
 
 @command("synth to {out}", SynthOptions)
@@ -559,7 +593,7 @@ def synth(
     formats: FormatsOption = "json",
     compress: CompressOption = "none",
     **options: Any,
-) -> object:
+) -> tuple[object, str]:
     """Generate traces with known coefficients.
 
     The traces have the form of real ones; truth.json next to them has the true coefficients.
@@ -567,13 +601,15 @@ def synth(
     Example: `tracefit synth --out runs/ --requests 600 --law linear`
     """
     from tracefit.commands.generate import generate
+    from tracefit.reports.terminal_results import synth_text
 
     # Without --surge the load is light, bursts, and is heavy: a queue builds up and empties.
     load = {} if surge is None else {"phases": surge_phases(surge)}
-    return generate(
+    result = generate(
         out,
         from_flags(SynthOptions, options, **load),
         formats=formats,
         compress=compress,
         progress=terminal,
     )
+    return result, synth_text(result)

@@ -10,7 +10,6 @@ import inspect
 import os
 import tomllib
 from collections.abc import Callable
-from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Optional, TypeVar
@@ -225,14 +224,14 @@ def _main(
 JSON = Annotated[bool, typer.Option("--json", help="Print a machine-readable summary on stdout.")]
 _Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print errors only.")]
 
-_Command = TypeVar("_Command", bound=Callable[..., object])
+_Command = TypeVar("_Command", bound=Callable[..., tuple[object, str]])
 
 
 def command(task: str, *declared: type, is_quiet: bool = True) -> Callable[[_Command], _Command]:
     """Make a function a command, with the options of some classes before its keyword-only ones.
 
-    The function gets the terminal, its arguments and, as `**options`, the values of the classes. It returns a result, which is
-    shown as `<command>_text` of `reports.terminal_results` writes it, or a tuple of a result and its text.
+    The function gets the terminal, its arguments and, as `**options`, the values of the classes. It returns a result, and its text for
+    a terminal.
 
     Args:
         task: The command and its input, with arguments in braces: for the line of an unexpected error.
@@ -241,7 +240,6 @@ def command(task: str, *declared: type, is_quiet: bool = True) -> Callable[[_Com
     """
 
     def register(function: _Command) -> _Command:
-        name = function.__name__
         signature = inspect.signature(function, eval_str=True)
         _, *arguments = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
         last = [p for p in arguments if p.kind is p.KEYWORD_ONLY]
@@ -252,13 +250,7 @@ def command(task: str, *declared: type, is_quiet: bool = True) -> Callable[[_Com
             with console.command(task.format_map(values), quiet=quiet) as terminal:
                 # The libraries of a command take a second or two to import.
                 terminal.stage("starting")
-                result = function(terminal, **values)
-                if isinstance(result, tuple):
-                    result, text = result
-                else:
-                    # Not at the top: a command that says its help has no result.
-                    texts = import_module("tracefit.reports.terminal_results")
-                    text = getattr(texts, f"{name}_text")(result)
+                result, text = function(terminal, **values)
                 terminal.show(result, text, as_json=json)
 
         # The attributes that typer reads, in the order of the help. Callbacks implement the last two. The program takes
@@ -272,7 +264,7 @@ def command(task: str, *declared: type, is_quiet: bool = True) -> Callable[[_Com
             parameter_of("config", _Config, None),
             parameter_of("log_level", _LogLevel, None),
         ]
-        call.__name__, call.__doc__ = name, function.__doc__
+        call.__name__, call.__doc__ = function.__name__, function.__doc__
         call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # typeshed declares no __signature__ of functions
         app.command()(call)
         return function

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, get_args
@@ -255,6 +255,25 @@ def _inputs_hash(deployment: FittedDeployment) -> str:
 # -- the evaluation --------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """The work of a deployment's servers, as recorded, and what one of them can carry.
+
+    Attributes:
+        replays: Replays of its runs.
+        served: The work of its servers, by run.
+        load: The requests of its runs; null if none was recorded.
+        capacity: The rate that one server can carry; null if that was not computed.
+        rates: Latencies of one server over the rate.
+    """
+
+    replays: tuple[RunReplay, ...] = ()
+    served: tuple[RequestGroup, ...] = ()
+    load: RecordedLoad | None = None
+    capacity: ServerCapacity | None = None
+    rates: tuple[PlanPoint, ...] = ()
+
+
 def evaluate(
     deployments: Sequence[FittedDeployment],
     all_runs: pl.DataFrame,
@@ -262,11 +281,7 @@ def evaluate(
     *,
     requests: Sequence[schema.RequestRange] = (),
     predicted: Mapping[str, pl.DataFrame] = MappingProxyType({}),
-    replays: Sequence[RunReplay] = (),
-    served: Sequence[RequestGroup] = (),
-    loads: Mapping[str, RecordedLoad | None] = MappingProxyType({}),
-    rates: Mapping[str, tuple[PlanPoint, ...]] = MappingProxyType({}),
-    capacities: Mapping[str, ServerCapacity | None] = MappingProxyType({}),
+    operations: Mapping[str, Operation] = MappingProxyType({}),
     thresholds: Sequence[verdicts.Threshold] = verdicts.THRESHOLDS,
 ) -> documents.Evaluation:
     """Return all measurements, and the verdicts by the thresholds.
@@ -277,28 +292,17 @@ def evaluate(
         across: Errors on groups left out in turn.
         requests: Ranges of the coefficient files.
         predicted: Deployment to its requests with predictions, see `coefficient_files`.
-        replays: Replays of the deployments' runs.
-        served: The work of the servers, by run.
-        loads: Deployment to its load so far.
-        rates: Deployment to what one of its servers would do, over the rate.
-        capacities: Deployment to what one of its servers can carry.
+        operations: Deployment to what its servers did and can do.
         thresholds: Requirements of each use.
     """
     entries = []
     for fitted in deployments:
         deployment_id = fitted.deployment.deployment_id
-        measured = verdicts.Measurements(
-            fitted.summed,
-            tuple(replay for replay in replays if replay.run_id in runs_of(fitted)),
-            tuple(group for group in served if group.name in runs_of(fitted)),
-        )
+        operation = operations.get(deployment_id, Operation())
+        measured = verdicts.Measurements(fitted.summed, operation.replays, operation.served)
         ranges = tuple(latency for latency in requests if latency.deployment_id == deployment_id)
         entry = _deployment(fitted, thresholds, ranges, predicted.get(deployment_id), measured)
-        known = {
-            "load": loads.get(deployment_id),
-            "capacity": capacities.get(deployment_id),
-            "rates": rates.get(deployment_id, ()),
-        }
+        known = {"load": operation.load, "capacity": operation.capacity, "rates": operation.rates}
         entry = entry.model_copy(update=known)
         record = to_record(entry, fitted.deployment.context.settings)
         entries.append(entry.model_copy(update={"record": record}))

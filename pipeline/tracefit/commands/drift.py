@@ -32,6 +32,8 @@ from tracefit.models.evaluate import CompiledModel
 from tracefit.models.frames import predict_rows
 from tracefit.models.schema import BoundaryModel, terms_of
 from tracefit.models.targets import is_step_model, target_named
+from tracefit.reports.document import plain
+from tracefit.reports.facts import not_replayed
 from tracefit.results.models import CompareResult, Drift, DriftVerdict, LatencyDrift
 from tracefit.statistics import LIKELY_SDS, SD_OF_MEDIAN, robust_sd_expr
 from tracefit.tables.schema import SERVER
@@ -301,17 +303,10 @@ def _latencies(
             for quantities in zip(*(r.quantities for r in made.replays), strict=True)
             if _is_compared(quantities[0], models)
         ]
-    return latencies, [f"not replayed: {_some(runs)}: {reason}" for reason, runs in notes.items()]
+    return latencies, [plain(not_replayed(runs, reason)) for reason, runs in notes.items()]
 
 
 _MOST_RUNS = 50
-_NAMED = 5
-
-
-def _some(runs: Sequence[str]) -> str:
-    return ", ".join(runs[:_NAMED]) + (f" and {len(runs) - _NAMED} more" if len(runs) > _NAMED else "")
-
-
 _FELT = {f"{name}_p{q}_us": name for name in ("ttft", "itl", "e2e") for q in (50, 90)}
 """Percentiles that decide, and their latency."""
 

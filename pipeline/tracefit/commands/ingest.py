@@ -39,6 +39,8 @@ from tracefit.options import (
 )
 from tracefit.progress import KeptWarnings, Progress
 from tracefit.recordings import RECORDINGS
+from tracefit.reports.document import plain
+from tracefit.reports.facts import RAISE_EVENT_LIMIT, dropped_events
 from tracefit.results.traces import IngestPlan, IngestResult, PlannedFile, RunSummary
 from tracefit.server.context import RunContext, deployment_of, read_context
 from tracefit.server.documents import excerpt, parse_yaml, read_bytes
@@ -354,10 +356,7 @@ def _warnings_of(
     if unmatched and UNMATCHED not in (facts["implausible"] or ""):
         texts.append(f"{run_id}: {unmatched:,} {UNMATCHED} were left out")
     if run.dropped_events:
-        texts.append(
-            f"{run_id}: the server's SDK dropped {run.dropped_events} events; "
-            "raise OTEL_SPAN_EVENT_COUNT_LIMIT (128 by default)"
-        )
+        texts.append(f"{run_id}: {dropped_events(run.dropped_events)}; {plain(RAISE_EVENT_LIMIT)}")
     if run.duplicate_spans:
         what = "spans" if run.spans else "records"
         texts.append(f"{run_id}: {run.duplicate_spans} {what} were there twice and count once")

@@ -1,4 +1,4 @@
-"""Write the report of a trained folder as a page and as Markdown; draw one of its figures for a notebook."""
+"""Write the report of a trained folder as a page and as Markdown."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ from tracefit.coefficients.files import read_coefficients, read_evaluation
 from tracefit.coefficients.models import Models
 from tracefit.commands.compare_points import predicted_points, rows_in_order
 from tracefit.commands.predict import parse_numbers
-from tracefit.diagnostics.deployment import diagnose
+from tracefit.diagnostics.deployment import diagnose, models_of
 from tracefit.diagnostics.groups import US_PER_MS
-from tracefit.errors import TracefitError, UsageError, known_names
+from tracefit.errors import TracefitError, UsageError
 from tracefit.inputs.buckets import place_of
 from tracefit.models.schema import STEP_MODELS
 from tracefit.models.targets import LATENCIES
 from tracefit.options import (
-    DeploymentOption,
     LimitsOption,
     ReportedArgument,
     ReportOutOption,
@@ -33,7 +32,6 @@ from tracefit.reports.figures.deployment import DeploymentFigures, deployment_fi
 from tracefit.reports.points import points_section
 from tracefit.reports.sentences import verdicts
 from tracefit.results.models import ReportResult
-from tracefit.results.notebook import draw_with
 from tracefit.tables.client_times import TIMES, with_clients_latencies
 from tracefit.tables.disk import write_files
 from tracefit.tables.points import points_stated
@@ -45,9 +43,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
-    from plotly.graph_objects import Figure as PlotlyFigure
-
-    from tracefit.coefficients.documents import CoefficientFile, DeploymentEvaluation, Evaluation
+    from tracefit.coefficients.documents import CoefficientFile, Evaluation
     from tracefit.models.schema import Model
     from tracefit.reports.document import Report, Section
     from tracefit.results.models import ComparedPoint
@@ -59,7 +55,6 @@ NO_PAGE = "report.html is left out: it needs plotly and jinja2 (pip install 'tra
 
 _PREDICTED_POINTS = 20
 """Points of a benchmark that a report predicts: each is a replay of a second or so."""
-_NOTEBOOK_POINTS = 1000
 _DETAIL = ((250, None), (120, None), (60, None), (60, 8), (60, 4), (60, 2), (60, 0))
 """Points per series, and deployments that are drawn (null for all): the first pair that keeps the page small enough is used."""
 
@@ -162,7 +157,7 @@ def report_of(
         if store is not None:
             figures = {
                 deployment.deployment_id: deployment_figures(
-                    diagnose(deployment, _models_of(deployment, models), store), points=points, slo_ms=slo_ms
+                    diagnose(deployment, models_of(deployment, models), store), points=points, slo_ms=slo_ms
                 )
                 for deployment in evaluation.deployments[:drawn]
             }
@@ -200,38 +195,11 @@ def _warn_of_other_frames(
 ) -> None:
     """Name the models without figures: the tables have the training frames of the last training only."""
     for deployment in (one for one in evaluation.deployments if one.deployment_id in figures):
-        measured = [m.name for m in _models_of(deployment, models) if m.validation and m.validation.holdout.n]
+        measured = [m.name for m in models_of(deployment, models) if m.validation and m.validation.holdout.n]
         if without := [name for name in measured if name not in figures[deployment.deployment_id].models]:
             progress.warn(
                 f"{', '.join(without)}: no figures, the tables hold the training rows of another training; train again"
             )
-
-
-@draw_with
-def draw(evaluation: Path, models: Path, tables: Path, figure: str, deployment: str | None) -> PlotlyFigure:
-    """Draw one figure of the report; see `TrainResult.plot`."""
-    from tracefit.reports.page import plotly_figure
-
-    published = read_evaluation(evaluation)
-    chosen = _deployment_of(published, deployment)
-    fitted = [m for kind in ("beta", "alpha") for m in read_coefficients(models / f"{kind}.json").models]
-    rows = diagnose(chosen, _models_of(chosen, fitted), TableStore(tables))
-    figures = deployment_figures(rows, points=_NOTEBOOK_POINTS).by_name()
-    if figure not in figures:
-        raise UsageError(f"there is no figure {figure}", hint=known_names(figure, figures, title="figures"))
-    return plotly_figure(figures[figure])
-
-
-def _deployment_of(evaluation: Evaluation, deployment: str | None) -> DeploymentEvaluation:
-    every = evaluation.deployments
-    fitting = [
-        s for s in every if deployment is None or deployment in s.deployment_id or deployment in s.runs
-    ]
-    if len(fitting) == 1:
-        return fitting[0]
-    names = ", ".join(s.deployment_id for s in every)
-    problem = f"there is no deployment {deployment}" if not fitting else "several deployments are there"
-    raise UsageError(problem, hint=f"name one with {named(DeploymentOption)}: {names}")
 
 
 def parse_slo(texts: Iterable[str]) -> dict[str, float]:
@@ -273,10 +241,6 @@ def _goodput(evaluation: Evaluation, store: TableStore, slo_ms: Mapping[str, flo
         good = requests.filter(~is_cut_off(), *within).height
         goodput[run.name] = Goodput(100 * good / run.requests, good / run.seconds if run.seconds else None)
     return goodput
-
-
-def _models_of(deployment: DeploymentEvaluation, models: Sequence[Model]) -> list[Model]:
-    return [m for m in models if m.deployment_id == deployment.deployment_id and m.name in deployment.models]
 
 
 def _traced(evaluation: Evaluation, store: TableStore) -> tuple[int, int] | None:

@@ -13,8 +13,8 @@ from tracefit._version import __version__
 from tracefit.coefficients import publish
 from tracefit.coefficients.documents import CoefficientFile
 from tracefit.coefficients.files import coefficient_paths, find_models, read_coefficients, read_plain, to_json
+from tracefit.commands.fitting import fit_runs
 from tracefit.commands.locate import trained_tables
-from tracefit.commands.train import fit_runs
 from tracefit.errors import DataError, TracefitError
 from tracefit.options import FeaturesFileOption, TablesOption, TrainOptions, VerifiedArgument, named
 from tracefit.progress import NullProgress, Progress

@@ -77,6 +77,11 @@ class DeploymentDiagnostics:
         return evaluated(model, self.waits.filter(target=model.name.removeprefix("alpha.")))
 
 
+def models_of(deployment: DeploymentEvaluation, models: Sequence[Model]) -> list[Model]:
+    """Return those of some published models that belong to a deployment."""
+    return [m for m in models if m.deployment_id == deployment.deployment_id and m.name in deployment.models]
+
+
 def diagnose(
     deployment: DeploymentEvaluation, models: Sequence[Model], store: TableStore
 ) -> DeploymentDiagnostics:

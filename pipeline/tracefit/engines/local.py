@@ -1,36 +1,26 @@
-"""The engine of this machine: one process, or as many as there are cores; and the choice between it and Ray.
-
-Workers do not import from the working folder, share the cores' threads among them, and end with the process
-that started them.
-"""
+"""The engine of this machine: one process, or as many as there are cores; and the choice between it and Ray."""
 
 from __future__ import annotations
 
-import os
-import signal
-import sys
-import threading
-import warnings
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from functools import cached_property
-from pathlib import Path
-from types import ModuleType
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Self
 
 from tracefit import memory
-from tracefit.engines.cores import available_cores, keep_to_core, team_of
-from tracefit.engines.jobs import TASKS_PER_WORKER, WorkerError, attempt, call_here
-from tracefit.errors import UsageError, names_flags
-from tracefit.options import EngineChoice, WorkersOption, named
+from tracefit.engines.cores import available_cores, cores_of
+from tracefit.engines.jobs import TASKS_PER_WORKER, call_here
+from tracefit.engines.worker import Worker
+from tracefit.errors import UsageError
+from tracefit.options import EngineChoice, named
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
-    from concurrent.futures import Future, ProcessPoolExecutor
-    from multiprocessing.connection import Connection
+    from pathlib import Path
 
     from tracefit.engines.jobs import Job, TaskEngine
-
-    _Outcome = tuple[Any, Exception | None]
+    from tracefit.engines.worker import Outcome
 
 _TURN_S = 0.2
 
@@ -64,9 +54,7 @@ class LocalEngine:
         """Start no more processes than these; several start now, while the first jobs are made."""
         self.workers = min(self.workers, workers)
         if self.workers > 1:
-            with worker_surroundings(self.workers):
-                for _ in range(self.workers):  # each call starts a process, whatever it is
-                    self._pool.submit(available_cores)
+            self._crew.start()
 
     def check(self, folder: Path | None) -> None:
         """Do nothing: processes of this machine have the same tracefit and folders."""
@@ -75,12 +63,12 @@ class LocalEngine:
         """Run jobs; see `jobs.TaskEngine`."""
         most = 1 if self.workers <= 1 else TASKS_PER_WORKER * self.workers
         waiting: list[Job] = []
-        running: dict[Future[_Outcome], Job] = {}
+        running: dict[Future[Outcome], Job] = {}
         while True:
             while len(waiting) + len(running) < most and (job := next_job()) is not None:
                 waiting.append(job)
                 if running or len(waiting) > 1:
-                    running |= {self._begin(one): one for one in waiting}
+                    running |= {self._crew.submit(one): one for one in waiting}
                     waiting.clear()
             if waiting:
                 job = waiting.pop()
@@ -88,125 +76,74 @@ class LocalEngine:
             elif running:
                 for future in _ended(running):
                     job = running.pop(future)
-                    yield job, _result(future, job)
+                    yield job, _value(future)
                 del future
             else:
                 return
             job = None  # a named object is not freed
 
-    def _begin(self, job: Job) -> Future[_Outcome]:
-        with worker_surroundings(self.workers):
-            return self._pool.submit(attempt, job.function, job.argument, flags=names_flags())
-
     @cached_property
-    def _pool(self) -> ProcessPoolExecutor:
-        return self._stack.enter_context(_process_pool(self.workers))
+    def _crew(self) -> _Crew:
+        return self._stack.enter_context(_Crew(self.workers))
 
 
-def _ended(running: Collection[Future[_Outcome]]) -> Collection[Future[_Outcome]]:
+class _Crew:
+    """Workers, and for each a thread of this process that hands it jobs: whoever is free takes the next one."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._threads = ThreadPoolExecutor(size)
+        self._workers: list[Worker] = []
+        self._free = SimpleQueue[Worker]()
+
+    def start(self) -> None:
+        """Start the workers, if they are not yet there."""
+        if self._workers:
+            return
+        # More threads than cores would only wait for each other.
+        threads = str(max(1, available_cores() // self.size))
+        environment = {**memory.SETTINGS, "POLARS_MAX_THREADS": threads}
+        self._workers += [Worker(environment, core) for core in cores_of(self.size)]
+        for worker in self._workers:
+            self._free.put(worker)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        # After an error, running jobs are not waited for.
+        for worker in self._workers if kind is not None else ():
+            worker.kill()
+        self._threads.shutdown(cancel_futures=True)
+        for worker in self._workers:
+            worker.end()
+
+    def submit(self, job: Job) -> Future[Outcome]:
+        """Give a job to the next free worker."""
+        self.start()
+        return self._threads.submit(self._do, job)
+
+    def _do(self, job: Job) -> Outcome:
+        worker = self._free.get()  # there are as many threads as workers
+        try:
+            return worker.call(job)
+        finally:
+            self._free.put(worker)
+
+
+def _ended(running: Collection[Future[Outcome]]) -> Collection[Future[Outcome]]:
     """Wait until a worker has ended a job, or several have."""
-    from concurrent.futures import FIRST_COMPLETED, wait  # noqa: PLC0415 - takes a while to import
-
     # With a timeout: once polars handles Ctrl-C itself, an unlimited wait is not interrupted.
     while not (done := wait(running, timeout=_TURN_S, return_when=FIRST_COMPLETED).done):
         pass
     return done
 
 
-def _result(future: Future[_Outcome], job: Job) -> Any:
-    from concurrent.futures.process import BrokenProcessPool  # noqa: PLC0415 - as above
-
-    try:
-        value, error = future.result()
-    except BrokenProcessPool as broken:
-        raise WorkerError(
-            "a worker died while it was read",
-            where=job.name,
-            hint=f"if memory ran out, use fewer {named(WorkersOption)}",
-        ) from broken
+def _value(future: Future[Outcome]) -> Any:
+    value, error = future.result()
     if error is not None:
         raise error
     return value
-
-
-@contextmanager
-def _process_pool(workers: int) -> Iterator[ProcessPoolExecutor]:
-    """Return a pool of spawned processes: a forked one would have the locks of polars' threads, and no threads."""
-    import multiprocessing  # noqa: PLC0415 - as above
-    from concurrent.futures import ProcessPoolExecutor  # noqa: PLC0415
-
-    context = multiprocessing.get_context("spawn")
-    ends, stop = context.Pipe(duplex=False)
-    with worker_surroundings(workers):  # the pool starts a process too, which keeps track of its locks
-        pool = ProcessPoolExecutor(
-            workers, mp_context=context, initializer=_begin, initargs=(ends, team_of(workers))
-        )
-    try:
-        yield pool
-    except BaseException:
-        stop.close()  # running jobs are not waited for
-        raise
-    finally:
-        pool.shutdown(cancel_futures=True)
-        stop.close()
-        ends.close()
-
-
-@contextmanager
-def worker_surroundings(workers: int) -> Iterator[None]:
-    """Set the environment that new workers start with.
-
-    They import nothing from the working folder, which may hold any file, and do not run the caller's script
-    again. Each worker has its own cores; more threads would only wait for each other. All this is set
-    temporarily in this process, because a spawned process inherits it: `multiprocessing` has no arguments for
-    it.
-    """
-    threads = str(max(1, available_cores() // workers))
-    changed = {**memory.SETTINGS, "POLARS_MAX_THREADS": threads, "PYTHONSAFEPATH": "1"}
-    before = {name: os.environ.get(name) for name in changed}
-    main, path = sys.modules["__main__"], sys.path
-    os.environ.update(changed)
-    sys.modules["__main__"] = ModuleType("__main__")
-    sys.path = [folder for folder in path if folder not in ("", ".", str(Path.cwd()))]
-    # Ctrl-C goes to every process of the terminal. Workers end with this one, which reports the interruption;
-    # they start with the signal blocked, because it could come before their first line of code.
-    before_mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before_mask)
-        sys.modules["__main__"], sys.path = main, path
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
-
-
-def _begin(ends: Connection, team: str | None) -> None:
-    """Set up a worker. It ends when its parent dies or closes the other side of `ends`.
-
-    Its result is then lost, and another process may lock the folder.
-
-    Args:
-        ends: Closed by the parent when it ends.
-        team: See `keep_to_core`.
-    """
-    from multiprocessing import parent_process  # noqa: PLC0415 - takes a while to import
-    from multiprocessing.connection import wait  # noqa: PLC0415
-
-    keep_to_core(team)
-    # Otherwise its warnings would bypass the log and reach the user's terminal.
-    warnings.simplefilter("ignore")
-    memory.reuse_freed()
-    parent = parent_process()
-    assert parent is not None  # noqa: S101 - only workers call this
-
-    def watch() -> None:
-        wait([parent.sentinel, ends])
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from tracefit import memory
 from tracefit._version import __version__
-from tracefit.engines.cores import available_cores, keep_to_core, team_of
+from tracefit.engines.cores import available_cores
 from tracefit.engines.jobs import TASKS_PER_WORKER, WorkerError, attempt, call_here
 from tracefit.errors import UsageError, names_flags
 from tracefit.options import EngineChoice, WorkersOption, named
@@ -64,7 +64,6 @@ class RayEngine:
             self.__exit__()
             raise UsageError("has no CPU for jobs", where=self._where, hint="add nodes with CPUs")
         self.workers = min(workers or cores, cores)
-        self._team = None if self.carries_bytes else team_of(self.workers)
         self._ahead = TASKS_PER_WORKER * cores if self.workers == cores else self.workers
         # A job that requests more than any node has would wait for ever.
         self._most = int(max(node["Resources"].get("memory", 0) for node in self._nodes))
@@ -103,9 +102,7 @@ class RayEngine:
         # Ray starts a worker for a job that waits: of Ray on this machine, all start now.
         if not self.carries_bytes:
             for _ in range(self.workers):
-                self._call.options(**_OPTIONS).remote(
-                    _version_at, folder, flags=names_flags(), team=self._team
-                )
+                self._call.options(**_OPTIONS).remote(_version_at, folder, flags=names_flags())
         # On each node by name: where Ray itself would put the jobs, a node without tracefit could be missed.
         asked = {
             node["NodeManagerAddress"]: self._call.options(
@@ -157,7 +154,7 @@ class RayEngine:
     def _begin(self, job: Job, tries: int) -> Any:
         reserved = min(MEMORY_BYTES << (tries - 1), self._most)
         call = self._call.options(memory=reserved, **_OPTIONS)
-        return call.remote(job.function, job.argument, flags=names_flags(), team=self._team)
+        return call.remote(job.function, job.argument, flags=names_flags())
 
 
 _OPTIONS: dict[str, Any] = {
@@ -168,17 +165,16 @@ _OPTIONS: dict[str, Any] = {
 
 
 def _work(
-    function: Callable[[Any], Any], argument: Any, *, flags: bool | Mapping[str, str], team: str | None = None
+    function: Callable[[Any], Any], argument: Any, *, flags: bool | Mapping[str, str]
 ) -> tuple[Any, Exception | None]:
     """Do a job, in a worker that is set up as those of the local engine."""
-    _set_up(team)
+    _set_up()
     return attempt(function, argument, flags=flags)
 
 
 @cache  # once in a worker, which is given one job after the other
-def _set_up(team: str | None) -> None:
+def _set_up() -> None:
     memory.reuse_freed()
-    keep_to_core(team)
 
 
 def _version_at(folder: Path | None) -> tuple[str, bool]:

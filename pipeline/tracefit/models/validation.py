@@ -369,3 +369,8 @@ class Validation:
 
 NEGLIGIBLE_US = 1_000.0
 """A latency of a request is never felt as this much longer or shorter."""
+
+
+def is_negligible_wait(model: str, entry: Validation) -> bool:
+    """Return whether a model is one of waits whose errors no use can tell: those of step times add up over a request."""
+    return model.startswith("alpha.") and entry.is_negligible

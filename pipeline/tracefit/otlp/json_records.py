@@ -287,6 +287,9 @@ def event_columns(events: list[_Event]) -> Events:
 def read_pairs(attributes: bytes | Raw) -> Pairs:
     """Return keys and values of the attributes of one event.
 
+    The attributes of many events are read by `layouts`, which accepts the same spellings: tests/otlp gives its cases to both
+    (`each_reader`).
+
     Raises:
         FieldError: They are written in an unusual way.
     """

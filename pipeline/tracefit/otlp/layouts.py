@@ -5,6 +5,9 @@ The first event shows the *layout* of its first attribute: the text before the v
 after it. The layout is compared with all other events at once, and the values of the events that match are read; then
 the next attribute follows. An event without the attribute keeps its position until its next attribute comes up. Events
 that match no layout are left to be parsed one by one.
+
+So there are two readers of attributes in JSON: this one for many events, and `json_records.read_pairs` for a few and for what no layout matches,
+which takes ten times as long. Both accept the same spellings as the same values: tests/otlp gives its cases to both (`each_reader`).
 """
 
 from __future__ import annotations

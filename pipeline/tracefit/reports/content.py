@@ -15,8 +15,20 @@ from typing import TYPE_CHECKING, NamedTuple
 from tracefit.fit.splits import of_means
 from tracefit.models.schema import NEVER, BoundaryModel, RegimesModel, main_forms
 from tracefit.models.targets import LATENCIES, around_steps, is_step_model
+from tracefit.models.validation import is_negligible_wait
 from tracefit.options import TrainOptions, flag_of
 from tracefit.reports.document import Bullets, Report, ShellLines, kept, section, table, table_of
+from tracefit.reports.facts import (
+    HOLDOUT,
+    RAISE_EVENT_LIMIT,
+    compared_requests,
+    dropped_events,
+    mean_misleads,
+    not_fitted,
+    not_replayed,
+    overloaded,
+    worse_than_median,
+)
 from tracefit.reports.figures.deployment import DeploymentFigures, figures_of_evaluation
 from tracefit.reports.sentences import (
     lead,
@@ -28,7 +40,6 @@ from tracefit.reports.sentences import (
     step_entry,
     step_times,
     verdicts,
-    worse_than_median,
 )
 from tracefit.reports.transferred import transfer_of, transferred_report
 from tracefit.server.settings import without_attribute
@@ -39,7 +50,6 @@ from tracefit.text import (
     deployment_labels,
     exact,
     in_words,
-    mape_misleads,
     number,
     percent,
     plural,
@@ -75,10 +85,7 @@ _NO_TABLES = "There were no tables beside the evaluation: figures of rows, reque
 _NO_FIGURES = (
     "Figures of this deployment are left out to keep the page small; train on its runs alone to get them."
 )
-_HOLDOUT_NOTE = (
-    "Measured on the hold-out, the last 30 % of each run in time, which no model was fitted on. The baseline is a constant "
-    "guess, the training median; the reference is gradient boosting on the same inputs."
-)
+_HOLDOUT_NOTE = f"{HOLDOUT} The baseline is a constant guess, the training median; the reference is gradient boosting on the same inputs."
 _LATENCY_NOTE = (
     "TTFT, ITL and E2E are predictions of `tracefit predict` from the facts at a request's arrival: its lengths, the queue and "
     "the batch that runs. Given the measured queue and batches, the models are closer: see *Request latencies*."
@@ -272,7 +279,7 @@ def _replay_parts(deployment: documents.DeploymentEvaluation) -> tuple[ReportPar
                 errors = (*(p.error_pct for p in points), *guesses)
                 rows.append((name, label, *cells, *map(_signed, errors)))
         if run.reason:
-            lines.append(f"Run {name} is not replayed: {run.reason}.")
+            lines.append(sentence(not_replayed([run.run_id], run.reason)))
             continue
         others = {q.name: q for q in run.quantities}
         facts = [
@@ -280,8 +287,7 @@ def _replay_parts(deployment: documents.DeploymentEvaluation) -> tuple[ReportPar
             for key, words in _REPLAYED_FACTS.items()
             if (q := others.get(key))
         ]
-        counts = f"{plural(run.requests, 'request')} compared, {count(run.in_flight)} in flight before"
-        lines.append(f"Run {name}: {'; '.join((counts, *facts, *run.notes))}.")
+        lines.append(f"Run {name}: {'; '.join((compared_requests(run), *facts, *run.notes))}.")
     heads = [f"P{q} error %" for q in (50, 90, 99)]
     heads += [f"{way} P{q} %" for q in (50, 90) for way in ("constant", "predict")]
     latencies = table(("run", "replayed", "measured P50 ms", "replayed", *heads), rows)
@@ -347,10 +353,7 @@ def _deployment(one: DeploymentParts) -> tuple[ReportPart, ...]:
         _HOLDOUT_NOTE,
         _LATENCY_NOTE if deployment.latency else "",
     )
-    lost = (
-        f"**{m.name}** was not fitted: {m.reason}{f'; {m.remedy}' if m.remedy else ''}"
-        for m in deployment.not_fitted
-    )
+    lost = (not_fitted([m.name], m.reason, m.remedy) for m in deployment.not_fitted)
     # Step times before waits: latencies build on them.
     names = sorted(deployment.models, key=lambda name: not is_step_model(name))
     return kept(
@@ -366,7 +369,7 @@ def _deployment(one: DeploymentParts) -> tuple[ReportPart, ...]:
         _machine_speed(deployment),
         _negligible(deployment),
         *(f"Note: {text}." for text in deployment.notes),
-        *(_overload(o) for o in deployment.overloaded),
+        *(overloaded(one, _INCLUDE_OVERLOADED).paragraph for one in deployment.overloaded),
         *figures.first,
         _slowest(figures.slowest),
         figures.note,
@@ -375,7 +378,7 @@ def _deployment(one: DeploymentParts) -> tuple[ReportPart, ...]:
             "Errors on the hold-out",
             _THRESHOLDS_NOTE,
             _errors(deployment),
-            Bullets((*worse_than_median(deployment), *_misleading(deployment), *lost)),
+            Bullets((*_doubtful(deployment), *(f"**{one.claim}**{one.detail}" for one in lost))),
             summed_line(deployment.summed_step_time) if deployment.summed_step_time else "",
             folded=True,
         ),
@@ -473,25 +476,26 @@ def _slowest(requests: Sequence[SlowRequest]) -> Section:
 
 def _negligible(deployment: documents.DeploymentEvaluation) -> str:
     """Name the models of waits that decide no verdict, as no use can tell their errors."""
-    names = [
-        f"`{name}`"
-        for name, entry in deployment.models.items()
-        if name.startswith("alpha.") and entry.is_negligible
-    ]
+    names = [f"`{name}`" for name, entry in deployment.models.items() if is_negligible_wait(name, entry)]
     if not names:
         return ""
     return f"Errors of {' and '.join(names)} are under a millisecond, as those of a constant guess are: no use can tell, and no verdict counts them."
 
 
-def _misleading(deployment: documents.DeploymentEvaluation) -> list[str]:
-    """Warn of mean percentage errors that a few rows dominate."""
-    return [
-        f"**`{name}`: the mean error misleads.** Half of the held-out rows are within {percent(m.mdape_pct)} %, nine of "
-        f"ten within {percent(m.p90_ape_pct)} %; a few rows that are far off, or small, raise the mean to "
-        f"{percent(m.mape_pct)} %. Read the median error and the MAE."
-        for name, entry in deployment.models.items()
-        if mape_misleads((m := entry.holdout).mape_pct, m.mdape_pct)
-    ]
+def _doubtful(deployment: documents.DeploymentEvaluation) -> Iterator[str]:
+    """Name the models that are worse than a constant guess, then those whose mean error misleads, each in a sentence."""
+    models = deployment.models.items()
+    worse = (
+        worse_than_median(
+            name, e.skill, e.holdout.mae, e.baseline.mae, is_negligible=is_negligible_wait(name, e)
+        )
+        for name, e in models
+    )
+    misleading = (
+        mean_misleads(name, m.mape_pct, m.mdape_pct, m.p90_ape_pct)
+        for name, m in ((name, entry.holdout) for name, entry in models)
+    )
+    return (fact.paragraph for fact in (*worse, *misleading) if fact)
 
 
 def _server_facts(one: DeploymentParts) -> tuple[ReportPart, ...]:
@@ -513,13 +517,7 @@ def _server_facts(one: DeploymentParts) -> tuple[ReportPart, ...]:
     return " ".join(filter(None, lines)), table(("setting", "value"), settings, folded="Server settings")
 
 
-def _overload(one: results.Overload) -> str:
-    fate = (
-        "it is trained on all the same, so the models describe an overloaded server"
-        if one.trained_on
-        else f"it is left out of training (`tracefit train {flag_of(TrainOptions, 'include_overloaded')}` keeps it)"
-    )
-    return f"**Run `{one.run_id}` was overloaded** ({'; '.join(one.reasons)}): {fate}."
+_INCLUDE_OVERLOADED = f"`tracefit train {flag_of(TrainOptions, 'include_overloaded')}`"
 
 
 _ERRORS = ("model", *ERRORS, "baseline MAE", "reference MAE")
@@ -638,10 +636,7 @@ _MANY_ROWS = 12
 def _data_parts(evaluation: documents.Evaluation) -> tuple[ReportPart, ...]:
     """Return the counts of the ingest, and the rows of each model."""
     entry = evaluation.ingest
-    dropped = (
-        f"**{count(entry.dropped_events)} events were dropped by the server's SDK** and are missing from every "
-        "number here. Set `OTEL_SPAN_EVENT_COUNT_LIMIT` above 128 on the server."
-    )
+    dropped = f"**{dropped_events(entry.dropped_events)}** and are missing from every number here. {sentence(RAISE_EVENT_LIMIT)}"
     rows = [
         (f"`{r.run_id}`", f"`{r.model}`", count(r.trained), count(r.held_out), reasons(r.left_out) or "none")
         for deployment in evaluation.deployments

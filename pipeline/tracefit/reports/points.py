@@ -6,8 +6,9 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from tracefit.reports.document import Bullets, section, table
+from tracefit.reports.facts import not_compared, point_load
 from tracefit.tables.points import LATENCIES, STATISTICS
-from tracefit.text import count, number, plural
+from tracefit.text import count, number, plural, sentence
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -56,17 +57,9 @@ def points_section(rows: Sequence[Mapping[str, Any]], compared: Sequence[Compare
 def _rows(
     n: int, row: Mapping[str, Any], predicted: Mapping[tuple[int, str], float]
 ) -> Iterator[tuple[str, ...]]:
-    load = " at most ".join(
-        text
-        for text in (
-            f"{number(row['rate_per_s'])}/s" if row["rate_per_s"] else "",
-            f"{number(row['concurrency'])} at a time" if row["concurrency"] else "",
-        )
-        if text
-    )
     facts: tuple[str, ...] = (
         count(n),
-        load or "unknown",
+        point_load(row["rate_per_s"], row["concurrency"]) or "unknown",
         number(row["prompt_tokens"]),
         number(row["output_tokens"]),
     )
@@ -92,10 +85,7 @@ def _reasons(compared: Sequence[ComparedPoint]) -> Bullets | None:
     for point in compared:
         if point.reason:
             numbers.setdefault(point.reason, []).append(count(point.number))
-    lines = [
-        f"Not compared: point{'s' if len(which) > 1 else ''} {', '.join(which)}: {reason}."
-        for reason, which in numbers.items()
-    ]
+    lines = [sentence(not_compared(which, reason)) for reason, which in numbers.items()]
     more = len(lines) - _MOST_REASONS
     return (
         Bullets((*lines[:_MOST_REASONS], *([f"{plural(more, 'more reason')}."] if more > 0 else [])))

@@ -195,18 +195,6 @@ def longer(pct: float) -> str:
     return f"{percent(abs(pct))} % {'longer' if pct >= 0 else 'shorter'}"
 
 
-def worse_than_median(deployment: DeploymentEvaluation) -> list[str]:
-    """Name the models that predict the hold-out worse than the training median does, each in a sentence."""
-    return [
-        f"**`{name}` is worse than the training median** on the hold-out: it is off by {number(entry.holdout.mae)} us on average, "
-        f"the median by {number(entry.baseline.mae)} us."
-        for name, entry in deployment.models.items()
-        if entry.skill is not None
-        and entry.skill < 0
-        and not (name.startswith("alpha.") and entry.is_negligible)
-    ]
-
-
 def verdicts(deployment: DeploymentEvaluation) -> Verdicts:
     """Return the verdict on every use, with its reason in a sentence."""
     lost = {

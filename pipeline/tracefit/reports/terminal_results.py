@@ -17,6 +17,18 @@ from typing import TYPE_CHECKING
 from tracefit.errors import printable, spreadsheet_safe
 from tracefit.models import targets
 from tracefit.options import LoadOptions, ObjectivesOption, RateOption, flag_of
+from tracefit.reports.document import plain
+from tracefit.reports.facts import (
+    HOLDOUT,
+    compared_requests,
+    expected_within,
+    mean_misleads,
+    not_compared,
+    not_fitted,
+    not_replayed,
+    point_load,
+    worse_than_median,
+)
 from tracefit.server.settings import without_attribute
 from tracefit.text import (
     FIRST_DATE_NS,
@@ -26,7 +38,6 @@ from tracefit.text import (
     count,
     deployment_labels,
     indented,
-    mape_misleads,
     number,
     plural,
     share,
@@ -40,6 +51,7 @@ if TYPE_CHECKING:
     from tracefit.models.deployment import StepPrediction
     from tracefit.models.predict import PredictedDuration
     from tracefit.models.request import RequestPrediction
+    from tracefit.reports.trained import RunResult, TrainResult
     from tracefit.results import models, traces
     from tracefit.results.plans import (
         DayPlan,
@@ -93,7 +105,7 @@ def ingest_plan_text(plan: traces.IngestPlan) -> str:
     return "\n".join([*lines, *(_wrapped(f"left out: {text}", "  ") for text in plan.left_out)])
 
 
-def train_text(result: models.TrainResult) -> str:
+def train_text(result: TrainResult) -> str:
     """Return the models' errors deployment by deployment, and the written files."""
     return "\n".join([*_deployments(result), *_written(result.files)])
 
@@ -111,18 +123,16 @@ def report_text(result: models.ReportResult) -> str:
         reasons = result.reasons[deployment_id]
         verdicts = [_wrapped(f"  {use}: {answer}. {reasons[use]}", "    ") for use, answer in uses.items()]
         parts.append("\n".join([f"deployment {deployment_id}", *verdicts]))
-    parts.append(
-        _wrapped("Errors are those on the last 30 % of each run in time, which no model was fitted on.")
-    )
+    parts.append(_wrapped(HOLDOUT))
     return "\n\n".join([*parts, "\n".join(_written(result.files))])
 
 
-def run_text(result: models.RunResult) -> str:
+def run_text(result: RunResult) -> str:
     """Return a summary of the main job, ending with the page to open."""
     return f"{_runs(result.ingested)}\n\n{train_text(result.trained)}"
 
 
-def _deployments(result: models.TrainResult) -> list[str]:
+def _deployments(result: TrainResult) -> list[str]:
     labels = deployment_labels({s.deployment_id: (s.runs, s.settings) for s in result.deployments})
     runs = {s.deployment_id: s.runs for s in result.deployments}
     head = ("model", "median error", "P90", "MAE us", "baseline us", "held out")
@@ -137,7 +147,7 @@ def _deployments(result: models.TrainResult) -> list[str]:
         lines += _closed_loop([r for r in result.replays if r.deployment_id == deployment_id])
         fitted = [m for m in result.fitted if m.deployment_id == deployment_id]
         lines.append(indented(columns(head, [_model_row(m) for m in fitted])))
-        lines += [_noted(f"{m.name}: {text}") for m in fitted for text in _warnings(m)]
+        lines += [_noted(text) for m in fitted for text in _warnings(m)]
         latencies = [x for x in result.latencies if x.deployment_id == deployment_id]
         if latencies:
             given = [f"{x.name.upper()} {_percent(x.given_measured_state_mdape_pct)}" for x in latencies]
@@ -150,18 +160,23 @@ def _deployments(result: models.TrainResult) -> list[str]:
                 use
             )
         lines += [_noted(f"{', '.join(same)}: {verdict}") for verdict, same in uses.items()]
-        lines += [_noted(f"not fitted: {m}") for m in result.not_fitted if m.deployment_id == deployment_id]
+        lines += [
+            _noted(not_fitted(m.models, m.reason, m.remedy).line)
+            for m in result.not_fitted
+            if m.deployment_id == deployment_id
+        ]
         lines.append("")
     return lines
 
 
 def _warnings(m: models.ModelSummary) -> Iterator[str]:
-    if mape_misleads(m.holdout_mape_pct, m.holdout_mdape_pct):
-        yield f"the mean error of {_percent(m.holdout_mape_pct)} misleads: a few rows dominate it"
-    if m.skill is not None and m.skill < 0 and not m.is_negligible:
-        yield "worse than the training median, the baseline"
+    facts = (
+        mean_misleads(m.name, m.holdout_mape_pct, m.holdout_mdape_pct, m.holdout_p90_ape_pct),
+        worse_than_median(m.name, m.skill, m.holdout_mae, m.baseline_mae, is_negligible=m.is_negligible),
+    )
+    yield from (fact.line for fact in facts if fact)
     if m.of_means:
-        yield "these are errors of means over several steps, no single step was seen"
+        yield f"{m.name}: these are errors of means over several steps, no single step was seen"
 
 
 _MOST_RUNS = 3
@@ -201,8 +216,10 @@ def _closed_loop(replays: Sequence[RunReplay]) -> list[str]:
     lines = [indented(columns(_REPLAY_HEAD, rows))] if rows else []
     if len(replayed) > _MOST_RUNS:
         lines.append(_noted(f"{plural(len(replayed) - _MOST_RUNS, 'more run')} replayed: see the report"))
-    reasons = dict.fromkeys(r.reason for r in replays if r.reason)
-    return [*lines, *(_noted(f"not replayed: {reason}") for reason in reasons)]
+    missing: dict[str, list[str]] = {}
+    for run in (r for r in replays if r.reason):
+        missing.setdefault(run.reason or "", []).append(run.run_id)
+    return [*lines, *(_noted(plain(not_replayed(runs, reason))) for reason, runs in missing.items())]
 
 
 _SERVED_HEAD = ("measured", "P50 ms", "P90 ms", "P99 ms", "requests")
@@ -477,12 +494,11 @@ def transfer_text(result: models.TransferResult) -> str:
         )
         for one in result.left_out
     ]
-    within = ", ".join(f"{phase} {number(pct)} %" for phase, pct in result.p90_ape_pct.items())
-    how = "as tested" if result.tested else "untested: the widest known"
+    how = "as tested" if result.tested else "untested: the widest interval known"
     lines = [
         f"deployment   {result.deployment_id}",
         f"origin       {result.origin}, from {plural(len(result.sources), 'deployment')}",
-        f"within       {within}, nine of ten steps ({how})",
+        _wrapped(f"errors       {expected_within(result.p90_ape_pct)} ({how})", " " * 13),
     ]
     lines += ["", columns(head, rows), ""] if rows else [""]
     lines += [_wrapped(f"note    {note}", " " * 8) for note in result.notes]
@@ -520,9 +536,9 @@ def replay_text(result: models.ReplayResult) -> str:
     blocks = []
     for run in result.runs:
         if run.reason is not None:
-            blocks.append(_noted(f"{run.run_id}: not replayed: {run.reason}"))
+            blocks.append(_noted(plain(not_replayed([run.run_id], run.reason))))
             continue
-        head = f"{run.run_id}: {plural(run.requests, 'held-out request')}, {run.in_flight} in flight before"
+        head = f"{run.run_id}: {compared_requests(run)}"
         rows = [
             (
                 q.name,
@@ -843,11 +859,7 @@ def _point_lines(points: Sequence[models.ComparedPoint]) -> Iterator[str]:
     rows = []
     is_of_several = len({point.deployment_id for point in points if point.deployment_id}) > 1
     for point in points:
-        load = (
-            f"{number(point.concurrency)} at a time"
-            if point.rate_per_s is None
-            else f"{number(point.rate_per_s)}/s"
-        )
+        load = point_load(point.rate_per_s, point.concurrency)
         facts = (count(point.number), load, number(point.prompt_tokens), number(point.output_tokens))
         for n, each in enumerate(point.latencies):
             name = each.name.replace("_", " ").replace("ttft", "TTFT").replace("tpot", "TPOT")
@@ -857,7 +869,7 @@ def _point_lines(points: Sequence[models.ComparedPoint]) -> Iterator[str]:
             rows.append((*(facts if n == 0 else ("",) * len(facts)), name, *map(number, values), *of))
     yield columns((*_POINT_HEAD, *([_OF_DEPLOYMENT] if is_of_several else [])), rows)
     yield from (
-        _wrapped(f"point {point.number} ({point.file}) is not compared: {point.reason}", "  ")
+        _wrapped(not_compared([f"{point.number} ({point.file})"], point.reason), "  ")
         for point in points
         if point.reason
     )

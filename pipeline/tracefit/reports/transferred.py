@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from tracefit.models.targets import is_step_model
 from tracefit.reports.document import Bullets, Report, kept, section, table, table_of
+from tracefit.reports.facts import expected_within
 from tracefit.reports.sentences import verdicts
 from tracefit.text import count, number, percent, plural
 
@@ -82,12 +83,7 @@ def transferred_report(
 
 def lead(transfer: schema.Transfer, origin: str) -> str:
     """Say how exact the model is, and how that is known."""
-    limits = [f"{percent(pct)} % {phase}" for phase, pct in _phases(transfer)]
-    within = (
-        f"nine of ten steps are expected within {' and '.join(limits)}"
-        if limits
-        else "its errors are not known"
-    )
+    within = expected_within(transfer.p90_ape_pct)
     of = f"{plural(len(transfer.sources), 'deployment')} ({_KINDS[transfer.kind]})"
     if origin == "calibrated" and transfer.calibration is not None:
         how = f"a law from {of}, drawn to {count(transfer.calibration.steps)} steps of this server: {within}, as left-out blocks of these show"
@@ -96,11 +92,6 @@ def lead(transfer: schema.Transfer, origin: str) -> str:
     else:
         how = f"a law from {of}: {within}, as servers show that were left out of them"
     return f"Step times follow from {how}."
-
-
-def _phases(transfer: schema.Transfer) -> list[tuple[str, float]]:
-    words = {"decodes": "without prompts", "prompts": "with prompts"}
-    return [(words[name], pct) for name, pct in transfer.p90_ape_pct.items() if name in words]
 
 
 def _pct(errors: Metrics | None) -> str:

@@ -1,24 +1,16 @@
-"""Results in a notebook: tables in place of a repr, and figures by name.
-
-The rooms of commands and coefficients draw figures from files and read coefficients. Results must not import these rooms, so a
-command registers its function here when it is imported (`draw_with`, `read_with`).
-"""
+"""Results in a notebook: tables in place of a repr."""
 
 from __future__ import annotations
 
 from dataclasses import fields, is_dataclass
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
-from tracefit.errors import TracefitError
 from tracefit.text import count, number
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    import polars as pl
-    from plotly.graph_objects import Figure
+    from collections.abc import Iterator, Sequence
 
 
 class Shown:
@@ -28,53 +20,6 @@ class Shown:
 
     def _repr_html_(self) -> str:
         return "\n".join(_tables(type(self).__name__, self))
-
-
-Drawing: TypeAlias = "Callable[[Path, Path, Path, str, str | None], Figure]"
-"""Draws a figure: takes evaluation.json, the models, the tables, the figure's name, and a deployment."""
-
-# A list of one at most: importing a name that is bound again later would keep the old value.
-_drawings: list[Drawing] = []
-
-
-def draw_with(drawing: Drawing) -> Drawing:
-    """Register the function that draws the figures of results."""
-    _drawings[:] = [drawing]
-    return drawing
-
-
-Reading: TypeAlias = "Callable[[Path], pl.DataFrame]"
-"""Reads the coefficients of a folder of models."""
-
-_readings: list[Reading] = []
-
-
-def read_with(reading: Reading) -> Reading:
-    """Register the function that reads the coefficients of results."""
-    _readings[:] = [reading]
-    return reading
-
-
-def read(models: Path) -> pl.DataFrame:
-    """Return the coefficients of a folder, read by the registered function.
-
-    Raises:
-        TracefitError: Nothing is registered: the result was not made by a command of this process.
-    """
-    if not _readings:
-        raise TracefitError("nothing reads coefficients yet", hint="import tracefit.commands.train first")
-    return _readings[0](models)
-
-
-def drawn(evaluation: Path, models: Path, tables: Path, figure: str, deployment: str | None) -> Figure:
-    """Return a figure of trained models, drawn by the registered function.
-
-    Raises:
-        TracefitError: Nothing is registered: the result was not made by a command of this process.
-    """
-    if not _drawings:
-        raise TracefitError("nothing draws figures yet", hint="import tracefit.commands.report first")
-    return _drawings[0](evaluation, models, tables, figure, deployment)
 
 
 def _tables(title: str, result: Any) -> Iterator[str]:

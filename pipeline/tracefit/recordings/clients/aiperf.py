@@ -16,18 +16,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
+from tracefit.inputs.formats import Recording
 from tracefit.inputs.framing import BOM
 from tracefit.recordings.clients.base import (
     POINTS,
     REQUESTS,
     STEPPED,
     WALL,
-    ClientRow,
-    client_row,
+    ClientRequest,
     declare_client,
     each_line,
     finder,
-    no_parts,
     number_of,
     require_unit,
     tokens_since,
@@ -68,7 +67,7 @@ class _AiRequest(msgspec.Struct):
 _UNITS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "sec": 1.0, "s": 1.0, "tokens": 1.0}
 
 
-def _aiperf(record: bytes) -> ClientRow:
+def _aiperf(record: bytes) -> ClientRequest:
     decoded = from_json(record, _AiRequest)
 
     def value(name: str) -> Any:
@@ -91,9 +90,9 @@ def _aiperf(record: bytes) -> ClientRow:
     last_s = tokens[-1] if gaps and tokens else latency if tokens or gaps is None else None
     if last_s is not None:
         require_unit("request_latency", last_s, "request_end_ns - request_start_ns", lasted_ns / 1e9)
-    return client_row(
-        decoded.metadata.request_start_ns / 1e9,
-        decoded.metadata.x_request_id,
+    return ClientRequest(
+        start_s=decoded.metadata.request_start_ns / 1e9,
+        request_id=decoded.metadata.x_request_id,
         token_s=tokens if gaps is not None else None,
         first_s=ttft,
         last_s=last_s,
@@ -105,14 +104,16 @@ def _aiperf(record: bytes) -> ClientRow:
 
 
 FORMAT = declare_client(
-    "aiperf",
-    "AIPerf's records",
-    finder("document", rb'"request_start_ns"\s*:', rb'"record_processor_id"\s*:'),
+    Recording(
+        "aiperf",
+        "AIPerf's records",
+        finder("document", rb'"request_start_ns"\s*:', rb'"record_processor_id"\s*:'),
+        fills=REQUESTS + STEPPED,
+        units="ms and ns",
+        clock=WALL,
+        versions="aiperf 0.2.0 to 0.13.0",
+    ),
     each_line(_aiperf),
-    versions="aiperf 0.2.0 to 0.13.0",
-    fills=REQUESTS + STEPPED,
-    clock=WALL,
-    units="ms and ns",
 )
 
 # -- its summary, and that of genai-perf --------------------------------------------------------------------
@@ -268,14 +269,15 @@ def _find_summary(head: bytes) -> tuple[Shape, Encoding] | None:
 
 
 SUMMARY = declare_client(
-    "aiperf_summary",
-    "AIPerf's and genai-perf's summary",
-    _find_summary,
-    no_parts,
-    _summaries,
-    versions="aiperf 0.2.0 to 0.13.0, genai-perf 0.0.8 to 0.0.16",
-    fills=POINTS,
-    clock="none",
-    units="as each value states",
-    parts_in="phases",
+    Recording(
+        "aiperf_summary",
+        "AIPerf's and genai-perf's summary",
+        _find_summary,
+        fills=POINTS,
+        units="as each value states",
+        clock="none",
+        versions="aiperf 0.2.0 to 0.13.0, genai-perf 0.0.8 to 0.0.16",
+        parts_in="phases",
+    ),
+    points=_summaries,
 )

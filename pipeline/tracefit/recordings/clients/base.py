@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
+from dataclasses import replace
 from functools import partial
 from hashlib import blake2b
 from itertools import accumulate
-from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import numpy as np
 import polars as pl
+from msgspec.structs import astuple
 
 from tracefit.inputs.formats import Recording, register
 from tracefit.inputs.framing import BOM
@@ -53,7 +55,6 @@ Seconds = Annotated[float, msgspec.Meta(ge=0, le=MOST_S)]
 _MOST_ODD = 0.2
 """Largest share of requests that skip a step, or have two tokens in one, where all are of one engine."""
 
-ClientRow: TypeAlias = tuple[Any, ...]
 CLIENT_REQUESTS: dict[str, Any] = {
     "benchmark": pl.Int64,
     "ended_s": pl.Float64,
@@ -72,33 +73,33 @@ was sent, on the client's clock, or `NOT_SENT_S`; the times of its tokens since 
 latencies are results: those of a warm-up are not, but it is load."""
 
 
-def client_row(
-    start_s: float,
-    request_id: str | None = None,
-    *,
-    benchmark: int = 0,
-    ended_s: float | None = None,
-    token_s: list[float] | None = None,
-    first_s: float | None = None,
-    last_s: float | None = None,
-    prompt_tokens: int | None = None,
-    output_tokens: int | None = None,
-    error: bool = False,
-    is_result: bool = True,
-) -> ClientRow:
-    """Return a row of `CLIENT_REQUESTS`.
+class ClientRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A request, with the fields of `CLIENT_REQUESTS` in their order.
 
     Raises:
         msgspec.ValidationError: Its times are not in order, or a value is out of range.
     """
-    since = [time for time in (first_s, *(token_s or ()), last_s) if time is not None]
-    if since != sorted(since) or not all(0 <= time <= _MOST_LASTED_S for time in since):
-        raise msgspec.ValidationError("times out of order or range")
-    tokens = (prompt_tokens or 0, output_tokens or 0)
-    if not (0 <= start_s <= MOST_S and all(0 <= count <= _MOST_TOKENS for count in tokens)):
-        raise msgspec.ValidationError("out of range")
-    times = (request_id, start_s, token_s, first_s, last_s)
-    return benchmark, ended_s, *times, prompt_tokens, output_tokens, error, is_result
+
+    benchmark: int = 0
+    ended_s: float | None = None
+    request_id: str | None = None
+    start_s: float
+    token_s: list[float] | None = None
+    first_s: float | None = None
+    last_s: float | None = None
+    prompt_tokens: int | None = None
+    output_tokens: int | None = None
+    error: bool = False
+    is_result: bool = True
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        since = [time for time in (self.first_s, *(self.token_s or ()), self.last_s) if time is not None]
+        if since != sorted(since) or not all(0 <= time <= _MOST_LASTED_S for time in since):
+            raise msgspec.ValidationError("times out of order or range")
+        tokens = (self.prompt_tokens or 0, self.output_tokens or 0)
+        if not (0 <= self.start_s <= MOST_S and all(0 <= count <= _MOST_TOKENS for count in tokens)):
+            raise msgspec.ValidationError("out of range")
 
 
 def raw_items(payload: bytes) -> list[msgspec.Raw]:
@@ -121,7 +122,7 @@ def tokens_since(first_s: float, gaps_s: list[float]) -> list[float]:
     return [*accumulate(gaps_s, initial=first_s)]
 
 
-def refuse(error: Exception, _: bytes) -> ClientRow:
+def refuse(error: Exception, _: bytes) -> ClientRequest:
     """Raise an error in place of a part that cannot be read."""
     raise error
 
@@ -161,25 +162,25 @@ def _on_wall_clock(requests: pl.DataFrame) -> pl.DataFrame:
 
 
 def items_of(
-    split: Callable[[bytes], list[msgspec.Raw]], read: Callable[[bytes], ClientRow]
-) -> Callable[[bytes], Parts[ClientRow]]:
+    split: Callable[[bytes], list[msgspec.Raw]], read: Callable[[bytes], ClientRequest]
+) -> Callable[[bytes], Parts[ClientRequest]]:
     """Return a function that divides a document into the requests that `split` returns."""
     return lambda payload: ((0, bytes(item), read) for item in split(payload))
 
 
-def each_line(read: Callable[[bytes], ClientRow]) -> Callable[[bytes], Parts[ClientRow]]:
+def each_line(read: Callable[[bytes], ClientRequest]) -> Callable[[bytes], Parts[ClientRequest]]:
     """Return a function that divides a block into its lines, each a request."""
     return lambda payload: lines_of(payload, read)
 
 
-def no_parts(_: bytes) -> Parts[ClientRow]:
+def no_parts(_: bytes) -> Parts[ClientRequest]:
     """Return nothing, for files that hold only a summary."""
     return ()
 
 
 def decoder(
     name: str,
-    parts: Callable[[bytes], Parts[ClientRow]],
+    parts: Callable[[bytes], Parts[ClientRequest]],
     points: Callable[[bytes, str], PointParts] | None = None,
 ) -> Callable[..., RecordedBlock]:
     """Return the decoder of a program's files.
@@ -191,19 +192,19 @@ def decoder(
     """
 
     def decode(block: Block, payload: bytes, rejects: Rejects) -> RecordedBlock:
-        rows = read_parts(block, payload, parts, f"no request of {name}", rejects)
+        found = read_parts(block, payload, parts, f"no request of {name}", rejects)
         requests = _numbered(
             pl.DataFrame(
-                [(offset, *row) for offset, row in rows],
+                [(offset, *astuple(request)) for offset, request in found],
                 schema={"source_offset": pl.Int64, **CLIENT_REQUESTS},
                 orient="row",
             )
         )
         is_first = requests["is_first"].to_list()
-        digests = _digests([row for (_, row), first in zip(rows, is_first, strict=True) if first])
+        digests = _digests([request for (_, request), first in zip(found, is_first, strict=True) if first])
         # Of benchmarks with equal contents, the first one has steps.
         different = {digest: number for number, digest in reversed(digests.items())}
-        digest = pl.Series([digests[row[0]] for _, row in rows], dtype=pl.String)
+        digest = pl.Series([digests[request.benchmark] for _, request in found], dtype=pl.String)
         requests = _on_wall_clock(requests).with_columns(digest=digest)
         once = requests.filter("is_first", pl.col("benchmark").is_in(list(different.values())))
         keys = partial(first_keys, payload, parts)
@@ -251,10 +252,10 @@ def _at_path(points: Callable[[bytes, str], PointParts], path: str, payload: byt
     return points(payload, path)
 
 
-def _digests(rows: list[ClientRow]) -> dict[int, str]:
+def _digests(requests: list[ClientRequest]) -> dict[int, str]:
     """Return the number of each benchmark with a digest of its requests, in the order of the numbers."""
     contents: dict[int, Any] = defaultdict(lambda: blake2b(digest_size=BENCHMARK_DIGITS // 2))
-    for benchmark, *request in rows:
+    for benchmark, *request in map(astuple, requests):
         contents[benchmark].update(msgspec.json.encode(request))
     return {number: contents[number].hexdigest() for number in sorted(contents)}
 
@@ -364,33 +365,22 @@ WALL = "the client's wall clock"
 
 
 def declare_client(
-    name: str,
-    title: str,
-    find: Callable[[bytes], tuple[Shape, Encoding] | None],
-    parts: Callable[[bytes], Parts[ClientRow]] = no_parts,
+    recording: Recording,
+    parts: Callable[[bytes], Parts[ClientRequest]] = no_parts,
     points: Callable[[bytes, str], PointParts] | None = None,
-    *,
-    versions: str,
-    fills: str,
-    clock: str,
-    units: str = "s",
-    lacks: tuple[str, ...] = (),
-    parts_in: str = "",
 ) -> Recording:
-    """Register the format of a load generator's file; it is one block, because the tokens of all requests show the steps."""
+    """Register the format of a load generator's file; it is one block, because the tokens of all requests show the steps.
+
+    Args:
+        recording: The format, without its decoder.
+        parts: Divides a file into requests.
+        points: Divides it into points, if it holds summaries.
+    """
     return register(
-        Recording(
-            name=name,
-            title=title,
-            find=find,
-            fills=fills,
-            units=units,
-            clock=clock,
-            decode=decoder(title, parts, points),
+        replace(
+            recording,
+            decode=decoder(recording.title, parts, points),
             asked="a load generator's log",
-            sources=(STEPS.name,) if STEPPED in fills else (),
-            lacks=lacks,
-            versions=versions,
-            parts_in=parts_in,
+            sources=(STEPS.name,) if STEPPED in recording.fills else (),
         )
     )

@@ -6,13 +6,13 @@ from typing import Annotated
 
 import msgspec
 
+from tracefit.inputs.formats import Recording
 from tracefit.recordings.blocks import MOST_S
 from tracefit.recordings.clients.base import (
     COUNTED,
     REQUESTS,
-    ClientRow,
+    ClientRequest,
     Seconds,
-    client_row,
     declare_client,
     finder,
     items_of,
@@ -42,20 +42,26 @@ class _Received(msgspec.Struct):
     has_error: bool = False
 
 
-def _sent(record: bytes) -> ClientRow:
+def _sent(record: bytes) -> ClientRequest:
     sent = msgspec.json.decode(record, type=_Sent)
-    return client_row(
-        sent.arrival_time_us / 1e6,
-        str(sent.index),
+    return ClientRequest(
+        start_s=sent.arrival_time_us / 1e6,
+        request_id=str(sent.index),
         prompt_tokens=sent.input_tokens,
         output_tokens=sent.output_tokens,
         error=sent.has_error,
     )
 
 
-def _received(record: bytes) -> ClientRow:
+def _received(record: bytes) -> ClientRequest:
     got = msgspec.json.decode(record, type=_Received)
-    return client_row(NOT_SENT_S, str(got.index), first_s=got.ttft_s, last_s=got.e2e_s, error=got.has_error)
+    return ClientRequest(
+        start_s=NOT_SENT_S,
+        request_id=str(got.index),
+        first_s=got.ttft_s,
+        last_s=got.e2e_s,
+        error=got.has_error,
+    )
 
 
 def _experiment(payload: bytes) -> list[msgspec.Raw]:
@@ -63,23 +69,28 @@ def _experiment(payload: bytes) -> list[msgspec.Raw]:
 
 
 SENT = declare_client(
-    "experiment_requests",
-    "the requests that an experiment of inference-sim sent",
-    finder("document", rb'"requests"\s*:\s*\[', rb'"arrival_time_us"\s*:'),
+    Recording(
+        "experiment_requests",
+        "the requests that an experiment of inference-sim sent",
+        finder("document", rb'"requests"\s*:\s*\[', rb'"arrival_time_us"\s*:'),
+        fills=REQUESTS + COUNTED,
+        units="us",
+        clock="the client's, which begins at its first request",
+        lacks=(TIMES,),
+        versions="February 2026",
+    ),
     items_of(_experiment, _sent),
-    versions="February 2026",
-    fills=REQUESTS + COUNTED,
-    clock="the client's, which begins at its first request",
-    units="us",
-    lacks=(TIMES,),
 )
 MEASURED = declare_client(
-    "experiment_latencies",
-    "the latencies that an experiment of inference-sim measured",
-    finder("document", rb'^\s*\[\s*\{\s*"index"\s*:', rb'"ttft_s"\s*:'),
+    Recording(
+        "experiment_latencies",
+        "the latencies that an experiment of inference-sim measured",
+        finder("document", rb'^\s*\[\s*\{\s*"index"\s*:', rb'"ttft_s"\s*:'),
+        fills=REQUESTS,
+        units="s",
+        clock="none, because it has only durations; the file of sent requests has their times",
+        lacks=LENGTHS,
+        versions="February 2026",
+    ),
     items_of(raw_items, _received),
-    versions="February 2026",
-    fills=REQUESTS,
-    clock="none, because it has only durations; the file of sent requests has their times",
-    lacks=LENGTHS,
 )

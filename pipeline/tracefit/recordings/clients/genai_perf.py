@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
+from tracefit.inputs.formats import Recording
 from tracefit.recordings.blocks import UNREADABLE
 from tracefit.recordings.clients.base import (
     REQUESTS,
     STEPPED,
     WALL,
-    ClientRow,
-    client_row,
+    ClientRequest,
     declare_client,
     finder,
     refuse,
@@ -50,7 +50,7 @@ class _Profiles(msgspec.Struct):
     experiments: list[msgspec.Raw]
 
 
-def _parts(payload: bytes) -> Parts[ClientRow]:
+def _parts(payload: bytes) -> Parts[ClientRequest]:
     for number, text in enumerate(from_json(payload, _Profiles).experiments):
         try:
             requests = msgspec.json.decode(text, type=_Profile).requests
@@ -60,7 +60,7 @@ def _parts(payload: bytes) -> Parts[ClientRow]:
         yield from ((0, bytes(request), partial(_profiled, benchmark=number)) for request in requests)
 
 
-def _profiled(record: bytes, *, benchmark: int) -> ClientRow:
+def _profiled(record: bytes, *, benchmark: int) -> ClientRequest:
     decoded = from_json(record, _Profiled)
     times, outputs = decoded.response_timestamps, decoded.response_outputs
     if len(times) != len(outputs):
@@ -75,8 +75,8 @@ def _profiled(record: bytes, *, benchmark: int) -> ClientRow:
     counted = _count(usage.get("completion_tokens")) or sum(tokens for _, tokens in read)
     # One part is the whole answer if the request is not streamed: it shows no first token.
     is_streamed = len(spoken) > 1 or counted == 1
-    return client_row(
-        decoded.timestamp / 1e9,
+    return ClientRequest(
+        start_s=decoded.timestamp / 1e9,
         benchmark=benchmark,
         token_s=spoken if is_streamed else None,
         first_s=spoken[0] if spoken and is_streamed else None,
@@ -130,12 +130,14 @@ def _says(choice: dict[str, Any]) -> bool:
 
 
 FORMAT = declare_client(
-    "genai_perf",
-    "genai-perf's profile",
-    finder("document", rb'"experiments"\s*:\s*\[', rb'"response_timestamps"\s*:'),
+    Recording(
+        "genai_perf",
+        "genai-perf's profile",
+        finder("document", rb'"experiments"\s*:\s*\[', rb'"response_timestamps"\s*:'),
+        fills=f"{REQUESTS}{STEPPED}, where the server states lengths",
+        units="ns",
+        clock=WALL,
+        versions="genai-perf 0.0.8 to 0.0.16 (Triton's Performance Analyzer)",
+    ),
     _parts,
-    versions="genai-perf 0.0.8 to 0.0.16 (Triton's Performance Analyzer)",
-    fills=f"{REQUESTS}{STEPPED}, where the server states lengths",
-    clock=WALL,
-    units="ns",
 )

@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from tracefit.errors import UsageError
+from tracefit.inputs.formats import Recording
 from tracefit.recordings.blocks import UNREADABLE
 from tracefit.recordings.clients.base import (
     COUNTED,
     POINTS,
     REQUESTS,
     WALL,
-    ClientRow,
+    ClientRequest,
     Seconds,
-    client_row,
     declare_client,
     number_of,
     refuse,
@@ -97,7 +97,9 @@ class _Guide(msgspec.Struct):
     benchmarks: list[msgspec.Raw]
 
 
-def _guide(record: bytes, *, benchmark: int, error: bool, is_sample: bool, measured_s: float) -> ClientRow:
+def _guide(
+    record: bytes, *, benchmark: int, error: bool, is_sample: bool, measured_s: float
+) -> ClientRequest:
     decoded = msgspec.json.decode(record, type=_GuideRequest)
     if decoded.info is not None:
         times = decoded.info.timings
@@ -111,9 +113,9 @@ def _guide(record: bytes, *, benchmark: int, error: bool, is_sample: bool, measu
     if first is None:
         # Without streaming there is neither; one without the other is another version's.
         last = times.request_end if last is None and not error else None
-    return client_row(
-        NOT_SENT_S if is_sample else start,
-        decoded.response_id or decoded.request_id,
+    return ClientRequest(
+        start_s=NOT_SENT_S if is_sample else start,
+        request_id=decoded.response_id or decoded.request_id,
         benchmark=benchmark,
         first_s=None if first is None else first - start,
         last_s=None if last is None else last - start,
@@ -139,7 +141,7 @@ def _report(payload: bytes) -> list[msgspec.Raw]:
     return from_json(msgspec.json.encode(document), _Guide).benchmarks
 
 
-def _guide_parts(payload: bytes) -> Parts[ClientRow]:
+def _guide_parts(payload: bytes) -> Parts[ClientRequest]:
     for number, text in enumerate(_report(payload)):
         try:
             benchmark = from_json(bytes(text), _GuideBenchmark)
@@ -310,12 +312,15 @@ def _find(head: bytes) -> tuple[Shape, Encoding] | None:
 
 
 FORMAT = declare_client(
-    "guidellm",
-    "GuideLLM's report",
-    _find,
+    Recording(
+        "guidellm",
+        "GuideLLM's report",
+        _find,
+        fills=f"{POINTS}; {REQUESTS}{COUNTED}",
+        units="s",
+        clock=WALL,
+        versions="guidellm 0.2.1 to 0.8.1, JSON and YAML",
+    ),
     _guide_parts,
     _points,
-    versions="guidellm 0.2.1 to 0.8.1, JSON and YAML",
-    fills=f"{POINTS}; {REQUESTS}{COUNTED}",
-    clock=WALL,
 )

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from tracefit.inputs.formats import Recording
 from tracefit.inputs.framing import records
 from tracefit.recordings.blocks import UNREADABLE
-from tracefit.recordings.clients.base import POINTS, declare_client, no_parts, number_of
+from tracefit.recordings.clients.base import POINTS, declare_client, number_of
 from tracefit.recordings.clients.guidellm import PROGRAM, load_of
 from tracefit.recordings.point_rows import checked
 
@@ -179,13 +180,14 @@ def _model(row: Mapping[str, str]) -> str | None:
 
 
 FORMAT = declare_client(
-    "guidellm_csv",
-    "GuideLLM's CSV",
-    _find,
-    no_parts,
-    _rows,
-    versions="guidellm 0.2.1 to 0.8.1",
-    fills=POINTS,
-    clock="none",
-    units="in the names of its columns",
+    Recording(
+        "guidellm_csv",
+        "GuideLLM's CSV",
+        _find,
+        fills=POINTS,
+        units="in the names of its columns",
+        clock="none",
+        versions="guidellm 0.2.1 to 0.8.1",
+    ),
+    points=_rows,
 )

@@ -12,18 +12,17 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from tracefit.inputs.formats import Recording
 from tracefit.recordings.clients.base import (
     BOOT,
     POINTS,
     REQUESTS,
     STEPPED,
-    ClientRow,
+    ClientRequest,
     Seconds,
-    client_row,
     declare_client,
     finder,
     items_of,
-    no_parts,
     raw_items,
 )
 from tracefit.recordings.point_rows import checked, summed, unread_of
@@ -83,7 +82,7 @@ def _object(value: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _perf(record: bytes) -> ClientRow:
+def _perf(record: bytes) -> ClientRequest:
     decoded = msgspec.json.decode(record, type=_PerfRequest)
     info = decoded.info or _PerfInfo()
     response = info.response_metrics or info.response_info or info
@@ -91,8 +90,8 @@ def _perf(record: bytes) -> ClientRow:
     is_whole = response.output_tokens is not None and not _holds_lists(record)
     text = info.request_metrics.text if info.request_metrics else info
     tokens = [time - decoded.start_time for time in response.output_token_times]
-    return client_row(
-        decoded.start_time,
+    return ClientRequest(
+        start_s=decoded.start_time,
         token_s=tokens or None,
         first_s=tokens[0] if tokens else None,
         last_s=tokens[-1] if tokens else decoded.end_time - decoded.start_time if is_whole else None,
@@ -103,13 +102,16 @@ def _perf(record: bytes) -> ClientRow:
 
 
 FORMAT = declare_client(
-    "inference_perf",
-    "inference-perf's requests",
-    finder("document", rb'^\s*\[\s*\{\s*"start_time"\s*:[^,{}\[\]]{1,40},\s*"end_time"\s*:'),
+    Recording(
+        "inference_perf",
+        "inference-perf's requests",
+        finder("document", rb'^\s*\[\s*\{\s*"start_time"\s*:[^,{}\[\]]{1,40},\s*"end_time"\s*:'),
+        fills=REQUESTS + STEPPED,
+        units="s",
+        clock=BOOT,
+        versions="inference-perf 0.1.1 to 0.7.0, with and without streaming",
+    ),
     items_of(raw_items, _perf),
-    versions="inference-perf 0.1.1 to 0.7.0, with and without streaming",
-    fills=REQUESTS + STEPPED,
-    clock=BOOT,
 )
 
 # -- its summaries ------------------------------------------------------------------------------------------
@@ -185,12 +187,14 @@ def _find_summary(head: bytes) -> tuple[Shape, Encoding] | None:
 
 
 SUMMARY = declare_client(
-    "inference_perf_summary",
-    "inference-perf's summary of a run or a stage",
-    _find_summary,
-    no_parts,
-    _summaries,
-    versions="inference-perf 0.1.1 to 0.7.0",
-    fills=POINTS,
-    clock="none",
+    Recording(
+        "inference_perf_summary",
+        "inference-perf's summary of a run or a stage",
+        _find_summary,
+        fills=POINTS,
+        units="s",
+        clock="none",
+        versions="inference-perf 0.1.1 to 0.7.0",
+    ),
+    points=_summaries,
 )

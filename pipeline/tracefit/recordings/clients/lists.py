@@ -24,9 +24,8 @@ from tracefit.inputs.framing import BOM, records
 from tracefit.inputs.rejects import is_json
 from tracefit.recordings.blocks import MOST_S, UNREADABLE
 from tracefit.recordings.clients.base import (
-    ClientRow,
+    ClientRequest,
     Seconds,
-    client_row,
     number_of,
     raw_items,
     refuse,
@@ -101,7 +100,7 @@ _LEAST_ODD_GAP_S, _LEAST_GAPS, _SLOW_CROWD = 3.0, 20, 64
 """A median time between tokens that is longer than a step of any server, of so many; slower ones have fewer requests at a time."""
 
 
-def requests_of_lists(payload: bytes, ended_s: Callable[[Any], float | None]) -> Parts[ClientRow]:
+def requests_of_lists(payload: bytes, ended_s: Callable[[Any], float | None]) -> Parts[ClientRequest]:
     """Yield the requests of each benchmark, or the whole benchmark if it cannot be divided; one without lists has none.
 
     Args:
@@ -316,12 +315,14 @@ def _numbers(values: msgspec.Raw) -> list[float] | None:
     return decoded if is_numbers else None
 
 
-def _bench_request(record: bytes, *, benchmark: int, ended_s: float | None, empty: int | None) -> ClientRow:
+def _bench_request(
+    record: bytes, *, benchmark: int, ended_s: float | None, empty: int | None
+) -> ClientRequest:
     request = msgspec.json.decode(record, type=_BenchRequest)
     times = tokens_since(request.ttft, request.itl)
     tokens = [time for n, time in enumerate(times) if empty is None or n != empty % len(times)]
-    return client_row(
-        request.start_time,
+    return ClientRequest(
+        start_s=request.start_time,
         benchmark=benchmark,
         ended_s=ended_s,
         token_s=tokens,

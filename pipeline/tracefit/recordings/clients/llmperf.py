@@ -13,17 +13,16 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from tracefit.inputs.formats import Recording
 from tracefit.recordings.blocks import UNREADABLE
 from tracefit.recordings.clients.base import (
     POINTS,
     REQUESTS,
-    ClientRow,
+    ClientRequest,
     Seconds,
-    client_row,
     declare_client,
     finder,
     items_of,
-    no_parts,
     raw_items,
 )
 from tracefit.recordings.point_rows import checked, summed, unread_of
@@ -49,10 +48,10 @@ class _Response(msgspec.Struct):
     error_code: Any = None
 
 
-def _response(record: bytes) -> ClientRow:
+def _response(record: bytes) -> ClientRequest:
     got = from_json(record, _Response)
-    return client_row(
-        NOT_SENT_S,
+    return ClientRequest(
+        start_s=NOT_SENT_S,
         first_s=got.ttft_s,
         last_s=got.end_to_end_latency_s,
         prompt_tokens=got.number_input_tokens,
@@ -86,13 +85,16 @@ def _gap_s(item: msgspec.Raw) -> float:
 
 
 FORMAT = declare_client(
-    "llmperf",
-    "LLMPerf's responses",
-    finder("document", rb"^\s*\[\s*\{", rb'"end_to_end_latency_s"\s*:', rb'"ttft_s"\s*:'),
+    Recording(
+        "llmperf",
+        "LLMPerf's responses",
+        finder("document", rb"^\s*\[\s*\{", rb'"end_to_end_latency_s"\s*:', rb'"ttft_s"\s*:'),
+        fills=REQUESTS,
+        units="s",
+        clock="none: it has durations only",
+        versions='ray-project/llmperf, results of version "2023-08-31"',
+    ),
     items_of(_responses, _response),
-    versions='ray-project/llmperf, results of version "2023-08-31"',
-    fills=REQUESTS,
-    clock="none: it has durations only",
 )
 
 
@@ -142,12 +144,14 @@ def _summaries(payload: bytes, _: str) -> PointParts:
 
 
 SUMMARY = declare_client(
-    "llmperf_summary",
-    "LLMPerf's summary",
-    finder("document", rb'"num_concurrent_requests"\s*:', rb'"results_ttft_s_[a-z]'),
-    no_parts,
-    _summaries,
-    versions='ray-project/llmperf, results of version "2023-08-31"',
-    fills=POINTS,
-    clock="none",
+    Recording(
+        "llmperf_summary",
+        "LLMPerf's summary",
+        finder("document", rb'"num_concurrent_requests"\s*:', rb'"results_ttft_s_[a-z]'),
+        fills=POINTS,
+        units="s",
+        clock="none",
+        versions='ray-project/llmperf, results of version "2023-08-31"',
+    ),
+    points=_summaries,
 )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from functools import partial
 
+from tracefit.inputs.formats import Recording
 from tracefit.recordings.clients.base import POINTS, REQUESTS, STEPPED, declare_client, finder
 from tracefit.recordings.clients.lists import points_of_lists, requests_of_lists
 
@@ -42,16 +43,19 @@ def _no_end(_: object) -> None:
 
 
 FORMAT = declare_client(
-    "sglang_bench",
-    "SGLang's `bench_serving`",
-    finder(
-        "document",
-        rb'"(?:sharegpt_output_len|accept_length|total_output_tokens_retokenized|random_range_ratio)"\s*:',
-        rb'"(?:mean|median)_ttft_ms"\s*:|"ttfts"\s*:',
+    Recording(
+        "sglang_bench",
+        "SGLang's `bench_serving`",
+        finder(
+            "document",
+            rb'"(?:sharegpt_output_len|accept_length|total_output_tokens_retokenized|random_range_ratio)"\s*:',
+            rb'"(?:mean|median)_ttft_ms"\s*:|"ttfts"\s*:',
+        ),
+        fills=f"{POINTS}; with `--output-details`, {REQUESTS}{STEPPED}, if each is sent when another one ends",
+        units="s",
+        clock="none; the beginning of the benchmark where each request is sent when another one ends",
+        versions="sglang 0.4.0 to 0.5.23",
     ),
     partial(requests_of_lists, ended_s=_no_end),
     partial(points_of_lists, program=_PROGRAM, known=_KNOWN, written_by=_WRITTEN_BY),
-    versions="sglang 0.4.0 to 0.5.23",
-    fills=f"{POINTS}; with `--output-details`, {REQUESTS}{STEPPED}, if each is sent when another one ends",
-    clock="none; the beginning of the benchmark where each request is sent when another one ends",
 )

@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from tracefit.inputs.formats import Recording
 from tracefit.recordings.clients.base import BOOT, POINTS, REQUESTS, STEPPED, declare_client, finder
 from tracefit.recordings.clients.lists import points_of_lists, requests_of_lists
 
@@ -61,13 +62,18 @@ def _ended_s(date: Any) -> float | None:
 
 
 FORMAT = declare_client(
-    "vllm_bench",
-    "`vllm bench serve`",
-    _find,
+    Recording(
+        "vllm_bench",
+        "`vllm bench serve`",
+        _find,
+        fills=f"{POINTS}; with `--save-detailed`, {REQUESTS}{STEPPED}",
+        units="s",
+        clock=(
+            f"{BOOT}; the date at the end of the benchmark, local time in seconds, gives the wall clock; without `start_times`, none, or the "
+            "beginning of the benchmark where each request is sent when another one ends"
+        ),
+        versions="vLLM 0.32, 0.33, and older ones without `start_times`",
+    ),
     partial(requests_of_lists, ended_s=_ended_s),
     partial(points_of_lists, program=_PROGRAM, known=_KNOWN, written_by=_WRITTEN_BY),
-    versions="vLLM 0.32, 0.33, and older ones without `start_times`",
-    fills=f"{POINTS}; with `--save-detailed`, {REQUESTS}{STEPPED}",
-    clock=f"{BOOT}; the date at the end of the benchmark, local time in seconds, gives the wall clock; without `start_times`, none, or the "
-    "beginning of the benchmark where each request is sent when another one ends",
 )
