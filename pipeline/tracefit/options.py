@@ -548,6 +548,10 @@ class LoadOptions:
             within stretches of steady rate, differ from that beyond chance. `traced`, the gaps of the recording over the mean of
             their stretch. A file of requests with times and lengths (a log of a client, a table of `requests`, a CSV file) or of rates
             per hour plans the servers for these, window by window.
+        accept: Tokens that a request gets from a step, with speculative decoding; as recorded if not given. Step times stay those of the
+            recording, with its drafts.
+        prefix_hits: Share of the prompt tokens that is in the prefix cache: `traced`, as each recorded request had it; `none`; or a
+            number, in percent.
     """
 
     prompt: int | None = option(None, minimum=1)
@@ -556,6 +560,8 @@ class LoadOptions:
     router: Literal["random", "round_robin"] = option("random")
     file: str | Path | None = option(None, flag="--load", kind=Path | None)
     arrivals: str = option("poisson", metavar="poisson|traced|FILE")
+    accept: float | None = option(None, metavar="TOKENS")
+    prefix_hits: str = option("traced", metavar="traced|none|PERCENT")
 
 
 @dataclass(frozen=True, slots=True)

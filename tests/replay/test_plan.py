@@ -21,13 +21,7 @@ from tracefit.tables.store import TableStore
 TEN = tracefit.LoadOptions(prompt=10, output=10)
 CHANGED = {"stretch_s": 30.0, "fastest_pct": -8.0, "slowest_pct": 9.0, "holdout_pct": 2.0, "adjusted": True}
 
-
-@pytest.fixture(autouse=True)
-def _fewer_requests(monkeypatch, request):
-    """Replay a twelfth of the requests, except where percentiles must be close: that is the time which a plan takes."""
-    if "truth_at" not in request.fixturenames:
-        replay = Fleet._simulate
-        monkeypatch.setattr(Fleet, "_simulate", lambda *a: replay(*a[:3], max(150, a[3] // 12)))
+pytestmark = pytest.mark.usefixtures("fewer_requests")
 
 
 def one(folder, **asked):

@@ -89,6 +89,7 @@ def test_unevenness_weighs_by_steps():
     read, steps = np.array([120.0, 80.0, 100.0]), np.array([300.0, 200.0, 500.0])
     assert unevenness(read, steps, 500) == pytest.approx(0.4)
     assert unevenness(read, steps, 1001) is None
+    assert unevenness(np.zeros(3), steps, 500) is None
 
 
 def test_fullness_is_the_share_of_steps_with_about_the_most_requests():

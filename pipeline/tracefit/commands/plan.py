@@ -36,6 +36,7 @@ from tracefit.options import (
     flag_of,
     named,
 )
+from tracefit.replay.acceptance import measured_acceptance
 from tracefit.replay.arrivals import GAP_BLOCK, burstiness, relative_gaps
 from tracefit.replay.closed_loop import engine_settings
 from tracefit.replay.plan import (
@@ -58,6 +59,7 @@ from tracefit.reports.sentences import speed_text
 from tracefit.results.plans import (
     Objective,
     PlannedArrivals,
+    PlannedDrafts,
     PlannedLoad,
     RankedServers,
     ServerCapacity,
@@ -75,6 +77,7 @@ if TYPE_CHECKING:
     from tracefit.coefficients.models import Models
     from tracefit.models.deployment import DeploymentModels
     from tracefit.progress import Progress
+    from tracefit.replay.acceptance import Acceptance
     from tracefit.replay.engine import EngineSettings
     from tracefit.results.plans import PlanPoint
     from tracefit.results.replays import RunReplay
@@ -307,9 +310,16 @@ def _check(asked: Asked) -> None:
         (named(LoadOptions, "burstiness"), asked.requests.burstiness, above_0, "above 0; 1 is Poisson"),
         (named(LoadOptions, "prompt"), asked.requests.prompt, 1, "at least 1 token"),
         (named(LoadOptions, "output"), asked.requests.output, 1, "at least 1 token"),
+        (named(LoadOptions, "accept"), asked.requests.accept, 1, "at least 1 token a step"),
     ):
         if value is not None and not least <= value < math.inf:
             raise UsageError(f"{option} {value:g}: is out of range", hint=hint)
+    _hits_pct(asked.requests.prefix_hits)
+    if is_day and asked.requests.prefix_hits != "traced":
+        raise UsageError(
+            f"{named(LoadOptions, 'prefix_hits')} {asked.requests.prefix_hits}: a file of arrivals has the hits of each request",
+            hint="put them in its column cached_prompt_tokens",
+        )
     if is_day:
         refuse_options(
             asked.objectives,
@@ -361,7 +371,13 @@ def _planned(folder: str | Path, deployment: DeploymentModels, asked: Asked) -> 
         fleet, requests, notes = _fleet(store_beside(folder), deployment, asked.requests, changes)
         replays = published_replays(folder, deployment)
         without = () if replays else (_NOT_REPLAYED,)
-        plan_ = replace(plan_, arrivals=requests.arrivals, load=requests.load, notes=(*notes, *without))
+        plan_ = replace(
+            plan_,
+            arrivals=requests.arrivals,
+            load=requests.load,
+            drafts=requests.drafts,
+            notes=(*notes, *_notes_on(requests.drafts), *without),
+        )
         return _answered(plan_, fleet, asked, _errors(replays, _names(asked, fleet)))
     except UsageError:
         raise
@@ -379,7 +395,7 @@ def _for_a_day(
     """Plan one deployment for a file of arrivals."""
     day = asked.day
     assert day is not None  # noqa: S101 - asked by whoever calls
-    server, notes = server_of(store, deployment, changes)
+    server, notes = server_of(store, deployment, changes, accept=asked.requests.accept)
     longest = changes.get("max_model_len", deployment.limit("max_model_len"))
     fleet, load, refused = day_server(server, day, None if longest is None else float(str(longest)))
     replays = published_replays(plan_.folder, deployment)
@@ -416,9 +432,15 @@ def _fleet(
     """Return servers with their requests, and notes on both."""
     traced, timeline = _traced(store, deployment)
     settings, notes = _settings(deployment, traced, timeline, changes)
+    if requests.accept is not None:
+        settings = replace(settings, tokens_per_step=requests.accept)
+        notes = tuple(note for note in notes if "a step gives each request" not in note)
     found, more = _requests(deployment, traced, requests, settings, changes)
+    found = replace(found, drafts=_drafts(settings, requests, measured_acceptance(traced, timeline)))
     # Other settings or lengths are another server or another load than the one that carried it.
-    is_recorded = not changes and requests.file is None and (requests.prompt, requests.output) == (None, None)
+    own = ("file", "prompt", "output", "accept")
+    is_recorded = not changes and not any(getattr(requests, name) is not None for name in own)
+    is_recorded &= requests.prefix_hits == "traced"
     carried_per_s = carried(traced) if is_recorded else None
     known = {
         **deployment.server,
@@ -436,6 +458,8 @@ def server_of(
     store: TableStore | None,
     deployment: DeploymentModels,
     changes: Mapping[str, object] = MappingProxyType({}),
+    *,
+    accept: float | None = None,
 ) -> tuple[Fleet, tuple[str, ...]]:
     """Return a server of a deployment without requests of its own, and notes on its settings.
 
@@ -443,12 +467,13 @@ def server_of(
         store: The tables that the models were trained on; null without any.
         deployment: The deployment.
         changes: Those of `PLANNED_SETTINGS` that differ.
+        accept: Tokens that a request gets from a step; as recorded if not given.
 
     Raises:
         UsageError: Models are not valid, or a limit of the scheduler is unknown.
         DataError: The model of step times is missing.
     """
-    fleet, _, notes = _fleet(store, deployment, LoadOptions(prompt=1, output=1), changes)
+    fleet, _, notes = _fleet(store, deployment, LoadOptions(prompt=1, output=1, accept=accept), changes)
     _ = fleet.times  # a model that cannot be replayed fails here
     # Notes on the lengths of this request say nothing.
     return fleet, tuple(note for note in notes if "tokens of" not in note)
@@ -533,6 +558,8 @@ def _answered(plan_: ServerPlan, fleet: Fleet, asked: Asked, errors: Mapping[str
             notes.insert(0, _NEAR_CAPACITY.format(rate=number(rate), share=f"{100 * SATURATED:.0f}"))
         here = min(curve.anchors, key=lambda anchor: abs(anchor.rate - each))
         at = plan_point(here, servers, fleet, curve, names)
+        if plan_.drafts is not None:
+            plan_ = replace(plan_, drafts=replace(plan_.drafts, step_mean_ms=here.step_mean_us / 1e3))
     routed = [_ROUTED[asked.requests.router]] if servers > 1 else []
     plan_ = replace(
         plan_,
@@ -725,6 +752,7 @@ class _Requests:
     sample: TrafficSample
     load: PlannedLoad
     arrivals: PlannedArrivals
+    drafts: PlannedDrafts | None = None
 
 
 def _requests(
@@ -748,9 +776,11 @@ def _requests(
     if not rows.height:
         raise UsageError("no request is left to plan for", hint=_give_requests())
     arrivals, gaps = _arrivals(engines, options)
-    if settings.prefix_caching and rows["cached"].max():
-        share = 100 * float(rows.select(pl.col("cached").sum() / pl.col("prompt").sum()).item())
-        notes.append(f"prefix-cache hits are those traced, {share:.0f} % of the prompt tokens")
+    rows = _with_hits(rows, options.prefix_hits, settings)
+    share = 100 * float(rows.select(pl.col("cached").sum() / pl.col("prompt").sum()).item())
+    if settings.prefix_caching and (share or options.prefix_hits != "traced"):
+        origin = "those traced" if options.prefix_hits == "traced" else "as given"
+        notes.append(f"prefix-cache hits are {origin}, {share:.0f} % of the prompt tokens")
     prompt, output, cached = (rows[n].cast(pl.Int64).to_numpy() for n in ("prompt", "output", "cached"))
     # Traced lengths need no note: some of them are after the training part.
     if not source.endswith("traced requests"):
@@ -761,7 +791,8 @@ def _requests(
     sample = TrafficSample(prompt, output, cached, gaps, arrivals.shape or 1.0, is_sample, in_turn)
     spans = [1e9 * (len(at) - 1) / float(np.ptp(at)) for at in engines if len(at) > 1 and np.ptp(at) > 0]
     rate = float(np.mean(spans)) if spans and options.file is None else None
-    load_ = PlannedLoad(source, float(prompt.mean()), float(output.mean()), rate)
+    hit_pct = share if settings.prefix_caching else 0.0
+    load_ = PlannedLoad(source, float(prompt.mean()), float(output.mean()), rate, hit_pct)
     return _Requests(sample, load_, arrivals), tuple(notes)
 
 
@@ -824,6 +855,60 @@ def _rows(traced: pl.DataFrame, options: LoadOptions) -> tuple[pl.DataFrame, str
     rows = rows.with_columns(cached=pl.min_horizontal("cached", pl.col("prompt") - 1))
     stated = ", ".join(f"{name} of {value:,} tokens" for name, value in fixed.items())
     return rows, ", ".join(filter(None, (source, stated))), engines
+
+
+def _hits_pct(stated: str) -> float | None:
+    """Return the stated share of prompt tokens in the prefix cache, in percent; null for `traced`.
+
+    Raises:
+        UsageError: It is something else.
+    """
+    if stated in ("traced", "none"):
+        return 0.0 if stated == "none" else None
+    with suppress(ValueError):
+        if 0 <= (pct := float(stated)) < 100:
+            return pct
+    raise UsageError(
+        f"{named(LoadOptions, 'prefix_hits')} {stated}: is no share of the prompt tokens",
+        hint="give traced, none, or percent from 0 up to 100",
+    )
+
+
+def _with_hits(rows: pl.DataFrame, stated: str, settings: EngineSettings) -> pl.DataFrame:
+    """Return the requests with the stated share of each prompt in the prefix cache, in whole blocks."""
+    pct = _hits_pct(stated)
+    if pct is None:
+        return rows
+    if pct and not settings.prefix_caching:
+        raise UsageError(
+            f"{named(LoadOptions, 'prefix_hits')} {stated}: the server has no prefix cache",
+            hint=f"add {named(ChangesOption)} enable_prefix_caching=true",
+        )
+    block = settings.block_size
+    cached = (pl.col("prompt") * pct / 100 / block).floor().cast(pl.Int64) * block
+    return rows.with_columns(cached=pl.min_horizontal(cached, pl.col("prompt") - 1))
+
+
+def _drafts(
+    settings: EngineSettings, options: LoadOptions, measured: Acceptance | None
+) -> PlannedDrafts | None:
+    """Return the speculative decoding of a plan; null without."""
+    if settings.tokens_per_step == 1 and measured is None:
+        return None
+    mean, p10, p90 = measured or (None, None, None)
+    return PlannedDrafts(settings.tokens_per_step, options.accept is not None, mean, p10, p90, None)
+
+
+def _notes_on(drafts: PlannedDrafts | None) -> Iterator[str]:
+    if drafts is None or not drafts.is_given:
+        return
+    if drafts.measured is None:
+        yield (
+            f"the steps were recorded without drafts, so that the time to make and to verify them is in none: with {number(drafts.tokens_per_step)} "
+            "tokens a step, latencies are at least these"
+        )
+    else:
+        yield f"a step gave each request {number(drafts.measured)} tokens in the recording, not {number(drafts.tokens_per_step)}"
 
 
 def _of_file(path: Path) -> tuple[pl.DataFrame, list[Integers]]:

@@ -13,6 +13,7 @@ from tracefit.coefficients.request_ranges import described_requests, predicted_r
 from tracefit.errors import DataError, TracefitError, UsageError
 from tracefit.models.targets import LATENCIES
 from tracefit.options import ServerOptions, flag_of
+from tracefit.replay.acceptance import measured_acceptance
 from tracefit.replay.engine import EngineSettings
 from tracefit.replay.models import FittedStepTimes, admission_us, batch_at, departure_us
 from tracefit.replay.run import RequestLoad, replay
@@ -40,7 +41,6 @@ PAST_SHARE = 0.1
 the engine."""
 
 ALL_JOURNEYS = 0.999
-_SEVERAL_TOKENS = 1.05
 _WINDOWS = 20
 _POINTS = (50, 90, 99)
 _LATENCIES = (*LATENCIES, "client")
@@ -373,13 +373,8 @@ def engine_settings(
     tokens_of_step = pl.col("prefill_tokens") + pl.col("decode_tokens")
     seen = timeline.select(pl.col("kv_blocks_total").max(), fullest=tokens_of_step.max()).collect()
     traced, fullest = seen.row(0)
-    # A request decodes in as many steps as it has tokens after its first one, unless a step gives it several.
-    steps = pl.col("finished_step") - pl.col("first_token_step")
-    per_step = before.filter((steps > 0) & (pl.col("num_preemptions").fill_null(0) == 0)).select(
-        ((pl.col("output_tokens") - 1) / steps).median()
-    )
-    tokens = per_step.item() or 1.0
-    several = tokens > _SEVERAL_TOKENS
+    accepted = measured_acceptance(before, timeline)
+    tokens = 1.0 if accepted is None else accepted.mean
     budget = int(server["max_num_batched_tokens"] or 0)
     assumed = deployment.step_model.deployment.assumed if deployment.step_model.deployment else ()
     # A default that no input states may be wrong; no step is fuller than the budget.
@@ -396,10 +391,10 @@ def engine_settings(
         chunked_prefill=stated.get("enable_chunked_prefill") is not False,
         prefix_caching=stated.get("enable_prefix_caching") is not False,
         async_scheduling=stated.get("async_scheduling") is True,
-        tokens_per_step=tokens if several else 1,
+        tokens_per_step=tokens,
     )
     notes = {
-        f"a step gives each request {tokens:.2f} tokens, as in the training part": several,
+        f"a step gives each request {tokens:.2f} tokens, as in the training part": accepted is not None,
         f"the token budget of a step is {budget:,}, as the fullest step has, and not vLLM's default": is_short,
         f"a KV block has {settings.block_size} tokens by the steps, {stated_tokens} by the settings": settings.block_size
         != stated_tokens,

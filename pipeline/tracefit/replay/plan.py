@@ -197,6 +197,7 @@ class Simulated:
         outside: Names, values and training ranges of the features outside.
         sampled: Requests that the lengths were drawn from; infinite if they are the lengths of the load.
         gaps: Times between two tokens of a request, see `token_gaps`.
+        step_mean_us: Mean time of a step.
     """
 
     rate: float
@@ -208,6 +209,7 @@ class Simulated:
     outside: tuple[str, ...]
     sampled: float
     gaps: TokenGaps | None = None
+    step_mean_us: float = math.nan
     _known: dict[tuple[str, bool], float] = field(default_factory=dict, compare=False, repr=False)
     """Ends that were computed: every point of a curve asks for those of all points."""
 
@@ -361,6 +363,7 @@ class Fleet:
             outside,
             len(self.sample.output_tokens) if self.sample.is_sample else math.inf,
             None if self.settings.tokens_per_step > 1 else steady,
+            float(batches.select(pl.col("time").sum() / pl.col("steps").sum()).item()),
         )
 
 

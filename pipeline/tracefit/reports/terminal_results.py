@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from tracefit.results.plans import (
         DayPlan,
         PlannedArrivals,
+        PlannedDrafts,
         PlannedWindow,
         PlanPoint,
         PlanResult,
@@ -623,6 +624,8 @@ def _planned(plan: ServerPlan) -> Iterator[str]:
     if plan.load is not None:
         mean = f"mean prompt {number(plan.load.prompt_tokens)}, mean output {number(plan.load.output_tokens)} tokens"
         yield _noted(f"{plan.load.source}; {mean}")
+    if plan.drafts is not None:
+        yield _noted(_drafts_text(plan.drafts))
     if plan.day is not None:
         yield from _day(plan.day)
         yield from (_noted(f"note: {note}") for note in plan.notes)
@@ -655,6 +658,19 @@ def _planned(plan: ServerPlan) -> Iterator[str]:
     head = ("requests/s", *map(_percentile, shown), "running", "waiting", "")
     yield indented(columns(head, [_rate_row(point, shown) for point in plan.curve]))
     yield from (_noted(f"note: {note}") for note in plan.notes)
+
+
+def _drafts_text(drafts: PlannedDrafts) -> str:
+    """Say how many tokens a step gives, and the times between steps and between tokens."""
+    origin = "as given" if drafts.is_given else "as recorded"
+    if not drafts.is_given and drafts.measured_p10 is not None and drafts.measured_p90 is not None:
+        origin += (
+            f" ({number(drafts.measured_p10)} to {number(drafts.measured_p90)} for eight of ten requests)"
+        )
+    text = f"speculative decoding: a step gives a request {number(drafts.tokens_per_step)} tokens, {origin}"
+    if drafts.step_mean_ms is None:
+        return text
+    return f"{text}; its outputs come a step apart, {number(drafts.step_mean_ms)} ms, and ITL is the time per token (TPOT)"
 
 
 _MOST_OF_A_DAY = 48

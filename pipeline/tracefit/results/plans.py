@@ -119,12 +119,35 @@ class PlannedLoad:
         prompt_tokens: Mean prompt.
         output_tokens: Mean output.
         traced_rate_per_s: Requests per second that were traced at one engine; null where that is not known.
+        prefix_hit_pct: Percent of the prompt tokens in the prefix cache.
     """
 
     source: str
     prompt_tokens: float
     output_tokens: float
     traced_rate_per_s: float | None = None
+    prefix_hit_pct: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedDrafts:
+    """Speculative decoding of a plan: ITL is the time per token, TPOT; outputs come a step apart.
+
+    Attributes:
+        tokens_per_step: Tokens that a request gets from a step it decodes in.
+        is_given: Whether that was given, and not measured.
+        measured: The same in the recording; null where a step gives one token.
+        measured_p10: Its tenth percentile over the recorded requests; null where only sums are known.
+        measured_p90: Its ninetieth.
+        step_mean_ms: Mean time of a step at the rate: the time between two outputs of a request.
+    """
+
+    tokens_per_step: float
+    is_given: bool
+    measured: float | None
+    measured_p10: float | None
+    measured_p90: float | None
+    step_mean_ms: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,6 +290,7 @@ class ServerPlan:
         settings: Settings that the plan changes.
         objectives: The limits of latencies.
         load: The requests planned for, if any.
+        drafts: Speculative decoding; null without.
         servers: Servers: the fewest that keep to the objectives at the rate with latencies at the high end of their intervals, or
             `servers_likely` where no number does; or those that were given.
         servers_low: The fewest, if latencies are at the low end of their intervals.
@@ -302,6 +326,7 @@ class ServerPlan:
     settings: dict[str, str] | None = None
     objectives: tuple[Objective, ...] = ()
     load: PlannedLoad | None = None
+    drafts: PlannedDrafts | None = None
     servers: int | None = None
     servers_low: int | None = None
     servers_likely: int | None = None

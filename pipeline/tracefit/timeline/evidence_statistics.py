@@ -171,7 +171,8 @@ def unevenness(read: Vector, steps: Vector, least_steps: float) -> float | None:
     order = np.argsort(read)
     share = np.cumsum(steps[order]) / steps.sum()
     low, middle, high = (float(read[order][np.searchsorted(share, q)]) for q in (0.1, 0.5, 0.9))
-    return (high - low) / middle
+    # Where requests have fewer tokens than steps, the counted steps may leave the cache empty.
+    return (high - low) / middle if middle > 0 else None
 
 
 # -- N, S: the times of plain intervals -------------------------------------------------------------------
