@@ -108,7 +108,7 @@ def test_cached_prompt_tokens_take_no_step(constant, hits, ttft_ms, pct):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (("--prefix-hits", "100"), "--prefix-hits 100: is no share of the prompt tokens"),
+        (("--prefix-hits", "100"), "--prefix-hits 100: is not a share of the prompt tokens"),
         (("--prefix-hits", "some"), "give traced, none, or percent"),
         (("--prefix-hits", "50", "--set", "enable_prefix_caching=false"), "the server has no prefix cache"),
         (("--accept", "0.5"), "--accept 0.5: is out of range"),

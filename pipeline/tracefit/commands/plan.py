@@ -869,7 +869,7 @@ def _hits_pct(stated: str) -> float | None:
         if 0 <= (pct := float(stated)) < 100:
             return pct
     raise UsageError(
-        f"{named(LoadOptions, 'prefix_hits')} {stated}: is no share of the prompt tokens",
+        f"{named(LoadOptions, 'prefix_hits')} {stated}: is not a share of the prompt tokens",
         hint="give traced, none, or percent from 0 up to 100",
     )
 

@@ -41,6 +41,7 @@ from tracefit.fit.holdout import (
     mean_error,
     with_load,
 )
+from tracefit.fit.mixes import mixes
 from tracefit.fit.noise import machine_noise
 from tracefit.fit.results import COVERED_SHARE, Missing, StepTimeSource
 from tracefit.fit.select import FOLDS
@@ -183,6 +184,7 @@ def fit_step_times(
     if tables.timeline["context_estimated"].any():
         notes.append(_ESTIMATED_CONTEXT)
     notes += _notes_on_records(sources, tables, deployment)
+    notes += mixes(deployment, tables)
     if logged and not tables.timeline["context_tokens"].count():
         notes.append(f"{_WITHOUT_CONTEXT}; {_context_remedy(tables)}")
     budget = context.settings.max_num_batched_tokens
