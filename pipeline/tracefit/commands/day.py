@@ -122,7 +122,7 @@ def with_day(
     search = DaySearch(
         fleet, load, windows_of(load.at_s, window_s), plan.objectives, errors, day.router != "random"
     )
-    likely = search.fewest_of_each("likely", range(len(search.windows)))
+    likely = search.fewest_of_each("likely", [0] * len(search.windows))
     lengths = (float(load.prompt_tokens.mean()), float(load.output_tokens.mean()))
     what = "rates" if day.timed.has_rates else "requests"
     plan = replace(plan, load=PlannedLoad(f"{what} of {day.file}", *lengths))
@@ -195,7 +195,7 @@ def _sure(search: DaySearch, likely: list[int | None], servers: int, binding: in
     as_planned = _Sure(likely, servers, servers, binding, "likely", tuple(notes))
     if search.slowness == 1.0 and all(error == 1.0 for error in search.errors.values()):
         return as_planned
-    sure = search.fewest_of_each("high", [k for k, one in enumerate(likely) if one is not None])
+    sure = search.fewest_of_each("high", likely)
     if unsure := sum(one is None and other is not None for one, other in zip(sure, likely, strict=True)):
         notes.append(
             f"in {plural(unsure, 'window')} no number of servers is sure to be enough: at the high end of the interval the objectives do "

@@ -24,13 +24,13 @@ from tracefit.replay.run import RequestLoad, replay
 from tracefit.statistics import percentile_of_counts
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from tracefit.replay.engine import StepBatch, StepGroup
     from tracefit.results.plans import Objective
     from tracefit.statistics import Flags, Integers, Vector
 
-MOST_REPLAYED = 4_000
+MOST_REPLAYED = 2_500
 """Requests of a replay in a search: P99 of TTFT near the capacity varies by some 10 percent between so many."""
 LEAST_REPLAYED = 1_000
 """The same for a day of very many windows."""
@@ -45,12 +45,14 @@ _STEPS_UP = 40
 _DRAWS = 4
 """Most times that the requests of a window are dealt out to its servers: few requests say little about chance."""
 
-LEAD_S = 120.0
-"""Most time before a window that is replayed with it, and not counted; at most as long as the window."""
-_PARTS = 24
-"""Parts of a window: some stand for all where one server has very many requests."""
+LEAD_TIMES = 2.0
+"""Time before a window that is replayed with it, and not counted, over the time that a request takes in full batches."""
+LEAST_LEAD_S, MOST_LEAD_S = 30.0, 600.0
+"""Its limits; it is at most as long as the window."""
+_PARTS = 48
+"""Most parts of a window: some stand for all where one server has very many requests."""
 _FEWEST_PARTS = 3
-_LEAST_PART_S = 120.0
+_LEAST_PART_S = 60.0
 """Shortest part that stands for others: a queue that grows shows in it."""
 _BINS = (12, 120)
 """Parts of a window in which its requests are counted, to see how evenly they come."""
@@ -192,6 +194,7 @@ class DaySearch:
         in_turn: Whether servers get requests in turn; otherwise at random.
         slowness: Factor on step times at the high end of their interval.
         size: Requests of a replay in the search.
+        lead_s: Time before a window that is replayed with it.
     """
 
     fleet: Fleet
@@ -202,6 +205,7 @@ class DaySearch:
     in_turn: bool = False
     slowness: float = 1.0
     size: int = field(init=False)
+    lead_s: float = field(init=False)
     _kinds: list[Vector | None] = field(init=False)
     _seen: dict[End, list[_Seen]] = field(default_factory=lambda: {"likely": [], "high": []})
     _places: dict[int, Vector] = field(default_factory=dict)
@@ -212,6 +216,8 @@ class DaySearch:
         self._kinds = [self._kind(window) for window in self.windows]
         many = max(len(self.windows) / _MANY_WINDOWS, 1.0)
         self.size = max(int(MOST_REPLAYED / many), LEAST_REPLAYED)
+        filled_s = self.fleet.slots / self.fleet.capacity
+        self.lead_s = min(max(LEAD_TIMES * filled_s, LEAST_LEAD_S), MOST_LEAD_S)
 
     # -- windows that are alike
 
@@ -260,22 +266,33 @@ class DaySearch:
 
     # -- the search
 
-    def fewest_of_each(self, end: End, numbers: Iterable[int]) -> list[int | None]:
-        """Return the fewest servers of every window, see `fewest`; null also for windows that are not among the `numbers`."""
-        work = [float(self.load.output_tokens[w.first : w.end].sum()) for w in self.windows]
-        # The windows with most work first: what they say holds for many of the others.
-        found = {k: self.fewest(k, end) for k in sorted(numbers, key=lambda k: work[k], reverse=True)}
-        return [found.get(k) for k in range(len(self.windows))]
+    def fewest_of_each(self, end: End, begin: Sequence[int | None]) -> list[int | None]:
+        """Return the fewest servers of every window: 0 without requests, null where no number keeps to the objectives.
 
-    def fewest(self, number: int, end: End) -> int | None:
-        """Return the fewest servers that keep the window of a number to the objectives; null if no number does, 0 without requests."""
+        Args:
+            end: Which latencies.
+            begin: Numbers to begin with, 0 where none is known; a window with null has null.
+        """
+        work = [float(self.load.output_tokens[w.first : w.end].sum()) for w in self.windows]
+        found: list[int | None] = [None if n is None else 0 for n in begin]
+        at_each = 0.0
+        # The windows with most work first: what they say holds for many of the others.
+        for k in sorted(range(len(work)), key=lambda k: work[k], reverse=True):
+            if begin[k] is None or not self.windows[k].requests:
+                continue
+            first = begin[k] or (math.ceil(work[k] / at_each - 1e-9) if at_each else 0)
+            found[k] = self._fewest(k, end, first or self._first(k))
+            at_each = work[k] / (found[k] or 0) if found[k] else at_each
+        return found
+
+    def _first(self, number: int) -> int:
+        """Return a number of servers for a window, from their capacity."""
+        return math.ceil(self.windows[number].rate / (_FIRST_SHARE * self.fleet.capacity))
+
+    def _fewest(self, number: int, end: End, first: int) -> int | None:
+        """Return the fewest servers that keep a window to the objectives; null if no number does."""
         window = self.windows[number]
-        if not window.requests:
-            return 0
-        begin = self.carried(number, end) or _FIRST_SHARE * self.fleet.capacity / (
-            self.slowness if end == "high" else 1.0
-        )
-        first = min(max(1, math.ceil(window.rate / begin - 1e-9)), window.requests)
+        first = min(max(first, 1), window.requests)
         most = min(first * _MOST_TIMES, window.requests)
         # `few` are too few, `enough` are enough; the steps to them double.
         few, enough, step = 0, most + 1, 1
@@ -370,10 +387,13 @@ class DaySearch:
         """
         window = self.windows[number]
         least = servers if isinstance(servers, int) else int(servers[window.first : window.end].min())
+        parts = list(self._parts(window, window.requests / least, most))
         found = [
             (part, stands_for, served)
-            for part, stands_for in self._parts(window, window.requests / least, most)
-            for served in self._served(part, servers, end, most, as_came=as_came or part.first > window.first)
+            for part, stands_for in parts
+            for served in self._served(
+                part, servers, end, most // len(parts), as_came=as_came or part.first > window.first
+            )
         ]
         counts = [np.full(len(served.ttft), stands_for) for _, stands_for, served in found]
         values = {
@@ -394,7 +414,7 @@ class DaySearch:
         Parts are ranked by their output tokens. The busiest stands for itself, and of the others every k-th for those next to it.
         """
         parts = _PARTS
-        while parts > 1 and (window.end_s - window.begin_s) / parts < _LEAST_PART_S:
+        while parts > 1 and (window.end_s - window.begin_s) / parts < max(_LEAST_PART_S, self.lead_s):
             parts //= 2
         if at_each <= 2 * most or parts <= _FEWEST_PARTS:
             yield window, 1
@@ -438,7 +458,7 @@ class DaySearch:
     def _with_lead(self, window: DayWindow, *, as_came: bool) -> tuple[Integers, Vector]:
         """Return the numbers of the requests before and in a window, and their arrivals, in order."""
         at_s, own = self.load.at_s, np.arange(window.first, window.end)
-        lead = min(LEAD_S, window.end_s - window.begin_s)
+        lead = min(self.lead_s, window.end_s - window.begin_s)
         if as_came:
             before = np.arange(np.searchsorted(at_s, window.begin_s - lead), window.first)
             times = at_s[before]

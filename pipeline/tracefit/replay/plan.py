@@ -301,7 +301,7 @@ class Fleet:
         Raises:
             DataError: The server never serves some of the requests.
         """
-        slots = self._slots
+        slots = self.slots
         count = max(self.requests, _WAVES * slots)
         load = replace(draw(self.sample, count, 1), arrival_us=np.zeros(count))
         last = np.sort(replay(load, self.times, self.settings).last_us)
@@ -318,7 +318,7 @@ class Fleet:
         return 1e6 * (until - first) / float(last[until] - last[first])
 
     @property
-    def _slots(self) -> int:
+    def slots(self) -> int:
         """The most requests that can run at a time, as far as their tokens fit into the KV cache."""
         most, blocks = self.settings.max_num_seqs, self.settings.num_blocks
         if blocks is None:
