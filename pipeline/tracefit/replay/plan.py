@@ -304,7 +304,9 @@ class Fleet:
         slots = self.slots
         count = max(self.requests, _WAVES * slots)
         load = replace(draw(self.sample, count, 1), arrival_us=np.zeros(count))
-        last = np.sort(replay(load, self.times, self.settings).last_us)
+        recorder = BatchRecorder(self.times)
+        replayed = replay(load, recorder, self.settings)
+        last = np.sort(replayed.last_us)
         if unserved := int(np.isnan(last).sum()):
             raise DataError(
                 f"{unserved} of {count} requests would never be served: they need more KV blocks or a larger token "
@@ -315,7 +317,8 @@ class Fleet:
         if count > self.requests:
             # Requests that start together end together: whole waves of them show how long one takes with its prompts.
             first, until = slots, (_WAVES - 1) * slots
-        return 1e6 * (until - first) / float(last[until] - last[first])
+        steps = batches_of(recorder.batches, replayed.steps, self.settings.tokens_per_step)
+        return 1e6 * count / _busy_us(steps, float(last[first]), float(last[until]))
 
     @property
     def slots(self) -> int:
@@ -365,6 +368,30 @@ class Fleet:
             None if self.settings.tokens_per_step > 1 else steady,
             float(batches.select(pl.col("time").sum() / pl.col("steps").sum()).item()),
         )
+
+
+def _busy_us(steps: pl.DataFrame, begin_us: float, end_us: float) -> float:
+    """Return how long all of some steps would take in a server that is as full as between two times.
+
+    The requests that finish in some seconds are longer or shorter than others by a few percent, and so would be their rate. The time of the
+    steps between is therefore split on the tokens that they generate and those of prompts that they compute, by least squares over blocks
+    of equal time, and counted for the tokens of all steps.
+
+    Args:
+        steps: Rows of `batches_of`, from the first step on, without idle time.
+        begin_us: When the server is full.
+        end_us: Until when it is.
+    """
+    from scipy.optimize import nnls  # noqa: PLC0415 - commands that plan nothing do without
+
+    ended_us = steps["time"].cum_sum()
+    tokens = steps.select(decoded=pl.col("batch") * pl.col("steps"), computed="prefill", time="time")
+    block = ((ended_us - begin_us) / (end_us - begin_us) * _PARTS).floor()
+    inside = tokens.with_columns(block=block).filter(pl.col("block").is_between(0, _PARTS - 1))
+    sums = inside.group_by("block", maintain_order=True).agg(pl.col("decoded", "computed", "time").sum())
+    each, _ = nnls(sums.select("decoded", "computed").cast(pl.Float64).to_numpy(), sums["time"].to_numpy())
+    every = tokens.select(pl.col("decoded", "computed").sum().cast(pl.Float64)).to_numpy()[0]
+    return float(every @ each)
 
 
 def _steady(arrival: Vector, e2e: Vector) -> Flags:
