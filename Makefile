@@ -169,12 +169,16 @@ lock: $(READY) ## pin the newest versions (requirements{,-ray,-vllm}.lock) and t
 	cd $(CURDIR) && $(BIN)/uv pip compile pyproject.toml --extra test --python-version 3.11 --resolution lowest-direct --no-emit-index-url --no-annotate --no-header --quiet --upgrade --output-file requirements-minimum.lock
 
 # The rooms that call these libraries: parsers, tables, fits, coefficient files, the command line and the reports.
-MINIMUM_TESTS ?= tests/otlp tests/tables tests/models tests/fit tests/coefficients tests/cli/test_options.py tests/cli/test_commands.py tests/reports tests/replay
+MINIMUM_TESTS ?= tests/otlp tests/tables tests/models tests/coefficients tests/features tests/cli/test_options.py tests/cli/test_commands.py \
+  tests/fit/test_estimators.py tests/fit/test_law.py tests/fit/test_train.py
 
-test-minimum: ## run the tests of what calls libraries, on the oldest versions pyproject.toml declares (Python 3.11)
-	$(PYTHON) -m venv .venv-minimum
+test-minimum: ## the wheel in an empty environment with the oldest versions that pyproject.toml declares (Python 3.11): a first run, and the tests of what calls libraries
+	$(PYTHON) -m venv --clear .venv-minimum
 	.venv-minimum/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-minimum.lock
-	.venv-minimum/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	rm -rf build/minimum
+	.venv-minimum/bin/python -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir build/minimum .
+	.venv-minimum/bin/python -m pip install --quiet --disable-pip-version-check build/minimum/*.whl
+	cd build/minimum && $(CURDIR)/.venv-minimum/bin/tracefit synth --out runs --name first --requests 200 --quiet && $(CURDIR)/.venv-minimum/bin/tracefit run runs --out out --fast --quiet
 	.venv-minimum/bin/$(subst $(BIN)/,,$(PYTEST)) $(MINIMUM_TESTS)
 
 coverage: $(READY) ## lines that the tests run: at least 95 % (half an hour)
