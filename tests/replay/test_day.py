@@ -12,9 +12,11 @@ import pytest
 import tracefit
 from clients import planned, vllm_bench
 from tracefit import DayOptions, LoadOptions
+from tracefit.coefficients.models import load as load_models
 from tracefit.commands.timed_requests import read_timed_requests
 from tracefit.replay import day
 from tracefit.replay.day import windows_of
+from tracefit.replay.engine import EngineSettings
 from tracefit.replay.plan import Fleet
 from tracefit.replay.scaler import needed_by_load, scaled
 
@@ -298,6 +300,37 @@ def test_a_file_that_cannot_be_planned_for_is_one_line(constant, csv, tracefit, 
     found, stdout, stderr = tracefit("plan", constant(), "--arrivals", file, "--slo", "ttft_p99=500")
     assert (found, stdout, stderr.count("\n")) == (code, "", 1)
     assert said in stderr
+
+
+def test_parts_of_a_window_stand_for_all(constant):
+    """An hour on one server: 3 a second, and 60 a second for two minutes; three in five requests are outside of these."""
+    at_s = np.sort(np.concatenate([arrivals((3,), 3600), 1000 + arrivals((60,), 120)]))
+    tens, lengths = np.full(len(at_s), 10), np.where((at_s > 1000) & (at_s < 1120), 20, 100)
+    load = day.DayLoad(at_s, tens, lengths, 0 * tens)
+    fleet = Fleet(
+        load_models(constant()).deployment(None), {}, EngineSettings(8, 2048, 16), load.sample(500), 400
+    )
+    search = day.DaySearch(fleet, load, windows_of(at_s, 3600), (), {})
+    parts, whole = (search.replayed(0, 1, "likely", most) for most in (500, 10**9))
+    assert len(whole.counts["e2e"]) == len(at_s)
+    assert len(parts.counts["e2e"]) < 0.5 * len(at_s)
+    assert parts.counts["e2e"].sum() == pytest.approx(len(at_s), rel=0.15)
+    for name in ("e2e_p50_ms", "ttft_p99_ms"):
+        assert parts.percentile_ms(name) == pytest.approx(whole.percentile_ms(name), rel=0.2), name
+
+
+@pytest.mark.slow
+def test_a_scaler_that_is_late_misses_the_window_of_a_step(constant, csv):
+    """15 requests a second of 300 steps are one server, 60 are three; these are asked for when the queue is there."""
+    rows = [f"{at:.6f},10,300" for at in arrivals((15, 15, 60, 60), seconds=120)]
+    minutes = DayOptions(window_s=120, scale_up_s=60)
+    found = day_of(constant(), csv(rows=rows), options=minutes)
+    assert [w.servers for w in found.windows] == [1, 1, 3, 3]
+    assert [w.scaled_holds for w in found.windows][:3] == [True, True, False]
+    assert (found.scaler.holds, found.scaler.spare_pct) == (False, 100)
+    steady = day_of(constant(), csv(rows=rows[: 15 * 240]), options=minutes).scaler
+    assert (steady.holds, steady.spare_pct, steady.most) == (True, 0, 1)
+    assert [change.servers for change in steady.changes] == [1]
 
 
 # -- windows and a scaler ----------------------------------------------------------------------------------

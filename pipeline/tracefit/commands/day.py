@@ -149,7 +149,7 @@ def with_day(
         server_hours_by_window=sum(
             (n or 0) * (w.end_s - w.begin_s) / 3600 for n, w in zip(each, search.windows, strict=True)
         ),
-        windows=_windows(search, (each, likely), ready, holds),
+        windows=_windows(search, (each, likely), ready, holds, window_s),
         scaler=scaler,
     )
     missed = _missed_note(answer)
@@ -263,17 +263,18 @@ def _windows(
     servers: tuple[Sequence[int | None], Sequence[int | None]],
     ready: ScaledServers,
     holds: Mapping[int, bool],
+    window_s: float,
 ) -> tuple[PlannedWindow, ...]:
-    load, window_s = search.load, search.windows
+    load = search.load
     rows = []
-    for k, window in enumerate(window_s):
+    for k, window in enumerate(search.windows):
         own = slice(window.first, window.end)
         here = ready.at(load.at_s[own])
         known = window.requests > 0
         rows.append(
             PlannedWindow(
                 from_s=window.begin_s,
-                begins=begins(window.begin_s),
+                begins=begins(math.floor(window.begin_s / window_s + 1e-9) * window_s),
                 requests=window.requests,
                 rate_per_s=window.rate,
                 prompt_tokens=float(load.prompt_tokens[own].mean()) if known else None,

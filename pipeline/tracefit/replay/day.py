@@ -36,10 +36,12 @@ LEAST_REPLAYED = 1_000
 """The same for a day of very many windows."""
 _MANY_WINDOWS = 30
 """Windows from which on replays become shorter."""
-CHECKED_REQUESTS = 10_000
+CHECKED_REQUESTS = 20_000
 """Requests of a replay of a window that decides how many servers carry the day."""
 _MOST_CHECKED = 3
 """Windows that decide how many servers carry the day: those that need most."""
+_KEPT_REPLAYS = 4
+"""Replays for the day that are kept: each takes a tenth of a gigabyte."""
 _STEPS_UP = 40
 """A number for the day that is too small grows by a fortieth."""
 _DRAWS = 4
@@ -51,7 +53,8 @@ LEAST_LEAD_S, MOST_LEAD_S = 30.0, 600.0
 """Its limits; it is at most as long as the window."""
 _PARTS = 48
 """Most parts of a window: some stand for all where one server has very many requests."""
-_FEWEST_PARTS = 3
+_BUSIEST, _FEWEST_PARTS = 3, 3
+"""Parts that stand for themselves, and the fewest of the others."""
 _LEAST_PART_S = 60.0
 """Shortest part that stands for others: a queue that grows shows in it."""
 _BINS = (12, 120)
@@ -362,6 +365,8 @@ class DaySearch:
         """Return the longer replay of a window, with the requests that really come before it."""
         key = (number, servers, end)
         if key not in self._replays:
+            if len(self._replays) >= _KEPT_REPLAYS:
+                del self._replays[next(iter(self._replays))]
             self._replays[key] = self.replayed(number, servers, end, CHECKED_REQUESTS, as_came=True)
         return self._replays[key]
 
@@ -411,20 +416,19 @@ class DaySearch:
     def _parts(self, window: DayWindow, at_each: float, most: int) -> Iterator[tuple[DayWindow, int]]:
         """Yield the window; of one with very many requests at each server, some parts, and how many each stands for.
 
-        Parts are ranked by their output tokens. The busiest stands for itself, and of the others every k-th for those next to it.
+        Parts are ranked by their output tokens. The busiest ones stand for themselves, as a burst does, and of the others every k-th for those next to it.
         """
         parts = _PARTS
         while parts > 1 and (window.end_s - window.begin_s) / parts < max(_LEAST_PART_S, self.lead_s):
             parts //= 2
-        if at_each <= 2 * most or parts <= _FEWEST_PARTS:
+        if at_each <= 2 * most or parts < 2 * (_BUSIEST + _FEWEST_PARTS):
             yield window, 1
             return
         cut = cut_evenly(window, self.load.at_s, parts)
-        busiest, *others = sorted(
-            cut, key=lambda p: self.load.output_tokens[p.first : p.end].sum(), reverse=True
-        )
-        yield busiest, 1
-        step = min(math.ceil(at_each / most), (parts - 1) // _FEWEST_PARTS)
+        ranked = sorted(cut, key=lambda p: self.load.output_tokens[p.first : p.end].sum(), reverse=True)
+        yield from ((part, 1) for part in ranked[:_BUSIEST])
+        others = ranked[_BUSIEST:]
+        step = min(math.ceil(at_each / most), len(others) // _FEWEST_PARTS)
         for k in range(0, len(others), step):
             near = others[k : k + step]
             if (middle := near[len(near) // 2]).requests:
@@ -437,9 +441,11 @@ class DaySearch:
         which, at_s = self._with_lead(window, as_came=as_came)
         counts = (which >= window.first) & (which < window.end) & (at_s >= window.begin_s)
         here = servers if isinstance(servers, int) else servers[which]
-        left = min(most, _DRAWS * window.requests)
-        for draw in range(_DRAWS):
-            server = (which + draw) % here if self.in_turn else (self._place(draw)[which] * here).astype(int)
+        # One server gets all requests, and in turn the same ones go to one of them.
+        draws = 1 if self.in_turn or int(np.max(here)) == 1 else _DRAWS
+        left = min(most, draws * window.requests)
+        for draw in range(draws):
+            server = which % here if self.in_turn else (self._place(draw)[which] * here).astype(int)
             for k in range(int(server.max()) + 1):
                 mine = server == k
                 if not counts[mine].any():
