@@ -8,6 +8,7 @@ import subprocess
 import sys
 import sysconfig
 import tarfile
+import tomllib
 import zipfile
 from email import message_from_bytes
 from pathlib import Path
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from tracefit import evaluator
+from tracefit._version import __version__
 
 ROOT = Path(__file__).parents[2]
 BUILD = "import sys; from setuptools import build_meta as b; print(b.build_{kind}(sys.argv[1]))"
@@ -42,6 +44,17 @@ def wheel(tmp_path_factory):
     )
     (built,) = root.glob("*.whl")
     return built
+
+
+def test_all_distributions_have_one_version_and_the_changelog_begins_with_it():
+    stated = {
+        tomllib.loads((ROOT / folder / "pyproject.toml").read_text())["project"]["version"]
+        for folder in ("pipeline/tracefit-evaluator", "pipeline/tracefit-vllm")
+    }
+    assert stated == {__version__}
+    changes = (ROOT / "CHANGELOG.md").read_text()
+    assert changes.startswith(f"# Changelog\n\n## {__version__}\n")
+    assert len(changes) < 5_000, "a page"
 
 
 @pytest.mark.slow
