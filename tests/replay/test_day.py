@@ -138,12 +138,14 @@ def asked(constant, csv):
 
 
 def test_the_answer_reads_as_sentences(asked, tracefit):
-    code, stdout, stderr = tracefit(*asked)
+    code, stdout, stderr = tracefit(*asked, "--price", "3600")
     assert (code, stderr) == (0, "")
     text = " ".join(stdout.split())
     assert "4,801 rows, 4,800 requests in 2 windows of 20 s" in text
     assert "1 row left out (output tokens below 1: 1)" in text
     assert "3 servers all day" in text
+    # A server has two GPUs, of one a second each: three of them for 40 s.
+    assert re.search(r"they cost 2[34]\d all day, \d+ with the scaler", text)
     assert "The window from 00:00:20 needs the most" in text
     assert re.search(r"00:00:20 +190 +10 +100 +3 +3", text)
     assert [line for line in stdout.splitlines() if len(line) > 80] == []

@@ -402,7 +402,13 @@ def _for_a_day(
     beyond = _beyond_training(deployment, {"prompt": load.prompt_tokens, "output": load.output_tokens})
     more = (*((refused,) if refused else ()), *beyond, *(() if replays else (_NOT_REPLAYED,)))
     plan_ = replace(plan_, notes=(*_limits_of(fleet), *notes, *more))
-    return with_day(plan_, fleet, load, day, _errors(replays, _names(asked, fleet)))
+    planned = with_day(plan_, fleet, load, day, _errors(replays, _names(asked, fleet)))
+    price = price_of(asked.price, planned.gpu)
+    if planned.day is None or price is None:
+        return planned
+    each = price * planned.gpus_per_server
+    hours = (planned.day.server_hours, planned.day.scaler.server_hours)
+    return replace(planned, day=replace(planned.day, cost=each * hours[0], cost_scaled=each * hours[1]))
 
 
 def _origin(deployment: DeploymentModels) -> dict[str, Any]:

@@ -696,6 +696,8 @@ def _day(day: DayPlan) -> Iterator[str]:
         f"{binding.begins} needs the most"
     )
     yield _noted(_scaler_text(day.scaler))
+    if day.cost is not None:
+        yield _noted(f"they cost {number(day.cost)} all day, {number(day.cost_scaled)} with the scaler")
     yield f"  in the window from {binding.begins}"
     rows_of = [
         (

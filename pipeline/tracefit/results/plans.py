@@ -255,6 +255,8 @@ class DayPlan:
         server_hours_by_window: Hours of the servers of each window.
         windows: The windows, in order.
         scaler: The servers that a scaler needs.
+        cost: Price of `server_hours`, in the currency of the price of a GPU; null without one.
+        cost_scaled: The same for the hours of the scaler's servers.
     """
 
     file: str
@@ -272,6 +274,8 @@ class DayPlan:
     server_hours_by_window: float
     windows: tuple[PlannedWindow, ...]
     scaler: ScalerPlan
+    cost: float | None = None
+    cost_scaled: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
