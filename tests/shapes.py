@@ -9,10 +9,10 @@ import pprint
 import sys
 from typing import Any
 
-from tracefit.evaluator import MAX_FORMULA_CHARS, MAX_NAME_CHARS, NAME
+from tracefit.evaluator import MAX_FORMULA_CHARS, MAX_NAME_CHARS, NAME_PATTERN
 
 _WORDS = {"string": "text", "integer": "integer", "number": "number", "boolean": "bool", "null": "null"}
-_NAME = {"type": "string", "maxLength": MAX_NAME_CHARS, "pattern": f"^{NAME.pattern}$"}
+_NAME = {"type": "string", "maxLength": MAX_NAME_CHARS, "pattern": f"^{NAME_PATTERN.pattern}$"}
 _ABOUT = {"title", "description", "default"}
 
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from tracefit.features.sets import BUILT_IN
-from tracefit.fit.alpha import FORMS
-from tracefit.models.describe import STEP_COLUMNS
+from tracefit.fit.alpha import ALPHA_FORMS
+from tracefit.models.describe import STEP_VALUES
 from tracefit.models.targets import TARGETS
 from tracefit.tables.schema import REQUESTS, TIMELINE
 
@@ -34,7 +34,7 @@ def test_every_room_is_in_the_layout():
 
 def test_every_room_is_in_the_picture():
     page = (ROOT / "docs/explanation/architecture.md").read_text()
-    (picture,) = re.findall(r"```text\n(.*?)```", page, re.DOTALL)
+    picture, *_ = re.findall(r"```text\n(.*?)```", page, re.DOTALL)
     assert {room for room in ROOMS if not re.search(rf"\b{room}\b", picture)} == set()
 
 
@@ -61,12 +61,12 @@ def test_the_make_targets_it_names_are_there():
 def test_what_a_target_declares_is_in_the_files_named_beside_it():
     for target in TARGETS:
         assert target.feature_set in BUILT_IN
-        assert set(target.forms) <= FORMS.keys()
+        assert set(target.forms) <= ALPHA_FORMS.keys()
         assert {target.column, target.begins, target.step} <= set(REQUESTS.names)
 
 
 def test_columns_of_a_described_step_are_declared():
-    assert set(STEP_COLUMNS) - set(TIMELINE.names) == set()
+    assert set(STEP_VALUES) - set(TIMELINE.names) == set()
 
 
 # -- an example of each row of the table, really added ---------------------------------------------------

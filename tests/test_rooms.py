@@ -120,6 +120,42 @@ def test_no_class_or_alias_stands_for_two_things():
     assert [name for name, count in named.items() if count > 1] == []
 
 
+CONVENTIONS = {
+    # Each module of these rooms declares the same thing under the same name.
+    "FORMAT": ("inputs", "recordings"),
+    **dict.fromkeys(("_FIND", "_BEGIN", "_MOST_TOGETHER"), ("inputs",)),
+    **dict.fromkeys(("_KNOWN", "_PROGRAM", "_MOST_SEARCHED", "_WRITTEN_BY"), ("recordings",)),
+    **dict.fromkeys(("NAME", "SYNTAX", "PIECE_BYTES"), ("otlp",)),
+}
+
+
+def _constants(path):
+    """Return the constants of a module: what its top assigns to a name of capitals; a type variable has no meaning of its own."""
+    body = _tree(path).body
+    targets = [
+        (target, node.value)
+        for node in body
+        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None
+        for each in (node.targets if isinstance(node, ast.Assign) else [node.target])
+        for target in (each.elts if isinstance(each, ast.Tuple) else [each])
+    ]
+    return {
+        target.id
+        for target, value in targets
+        if isinstance(target, ast.Name) and target.id.isupper() and "TypeVar" not in ast.unparse(value)[:8]
+    }
+
+
+def test_no_constant_stands_for_two_things():
+    named = Counter(
+        name
+        for module, path in MODULES.items()
+        for name in _constants(path)
+        if _room(module) not in CONVENTIONS.get(name, ())
+    )
+    assert [name for name, count in named.items() if count > 1] == []
+
+
 def test_no_private_names_of_libraries_are_imported():
     """They change without notice."""
     imported = {
@@ -379,7 +415,7 @@ TOUCH_FILES = {
     "synth/run.py",
     "tables/disk.py",
     "tables/external_sort.py",
-    "tables/places.py",
+    "tables/storage.py",
     "tables/store.py",
 }
 """Modules that read or write files; everything between is functions over frames."""

@@ -51,7 +51,7 @@ MAX_FORMULA_CHARS = 400
 MAX_NESTED_CALLS = 4
 MAX_EXPONENT = 4
 ROUNDING = 1e-8  # a value may be outside its interval by as much of it: both are rounded
-NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.]*")
+NAME_PATTERN = re.compile(r"[A-Za-z_][A-Za-z0-9_.]*")
 LEXICON = re.compile(
     r"(?:(?>(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)(?![\w.])|[A-Za-z_]\w*+|[-+*/(), ])*+", re.ASCII
 )
@@ -63,7 +63,7 @@ LEXICON = re.compile(
 # name of a shape. `bounds` are two numbers, a `share` is a number from 0 to 1, a `model` is of the shape of its form.
 
 _FORM_SHAPES = {"linear": "LinearModel", "regimes": "RegimesModel", "boundary": "BoundaryModel"}
-_OF_MODEL = (
+_MODEL_FIELDS = (
     "name:text deployment_id?:text|null origin?:'fitted'|'transferred'|'calibrated' transfer?:Transfer|null "
     "target?:TargetFacts|null estimator?:Estimator|null features_left_out?:[OmittedFeature] training?:Training|null validation?:Validation|null "
     f"deployment?:DeploymentFacts|null feature_set?:text|null definitions?:{{name:formula}}0-{MAX_TERMS} notes?:[text] "
@@ -77,9 +77,9 @@ _SCALAR = "text|integer|number|bool|null"
 _SHAPES = {
     "File": "schema?:'tracefit/coefficients' version?:3|4 kind:'alpha'|'beta' "
     f"models:[model]0-{MAX_MODELS} not_fitted?:[NotFitted] requests?:[RequestRange] provenance?:Provenance|null",
-    "LinearModel": f"{_OF_MODEL}form?:'linear' {_OF_LINE}",
-    "RegimesModel": f"{_OF_MODEL}form:'regimes' regimes:[Regime]1-{MAX_REGIMES}",
-    "BoundaryModel": f"{_OF_MODEL}form:'boundary' boundary:'step_start' queue?:'one_at_a_time'|null work:Work "
+    "LinearModel": f"{_MODEL_FIELDS}form?:'linear' {_OF_LINE}",
+    "RegimesModel": f"{_MODEL_FIELDS}form:'regimes' regimes:[Regime]1-{MAX_REGIMES}",
+    "BoundaryModel": f"{_MODEL_FIELDS}form:'boundary' boundary:'step_start' queue?:'one_at_a_time'|null work:Work "
     "offset:Number without_clock:Linear expectation?:Expectation|null",
     "Linear": f"form?:'linear' {_OF_LINE}",
     "Regime": f"name:text when:Condition {_OF_LINE}",
@@ -110,7 +110,7 @@ _SHAPES = {
     "running_context_tokens?:number|null running_remaining_tokens?:number|null prompt_steps?:[PromptSteps]",
     "PromptSteps": "tokens:number prompts:number",
     "Validation": "unit:text n_features:integer train:Metrics holdout:Metrics baseline:Metrics gradient_boosting:Metrics|null "
-    "by_group?:{text:Metrics} by_phase?:[StepPhase] by_load?:{text:Metrics} held_out_equations?:EquationErrors|null "
+    "by_group?:{text:Metrics} by_phase?:[StepPhase] by_load?:{text:Metrics} held_out_equations?:SummedRowErrors|null "
     "error_over_load?:ErrorOverLoad|null load_extrapolation?:LoadExtrapolation|null stretches?:Metrics|null "
     "speed?:SpeedVariation|null noise?:MachineNoise|null candidates?:[Candidate] classifier?:Classifier|null within_5_pct?:number|null "
     "extrapolated_rows?:integer extrapolated?:{text:integer} prediction_intervals?:[PredictionInterval] "
@@ -120,7 +120,7 @@ _SHAPES = {
     "Metrics": _OF_METRICS,
     "StepPhase": "run_id:text server:text from_s:number to_s:number arrivals_per_s:number requests:integer holdout:Metrics "
     "baseline:Metrics",
-    "EquationErrors": "rows_by_source:{text:integer} per_equation:Metrics per_step:Metrics",
+    "SummedRowErrors": "rows_by_source:{text:integer} per_equation:Metrics per_step:Metrics",
     "ErrorOverLoad": "load:text training_range:bounds bins:[LoadBin]",
     "LoadBin": "low:number high:number holdout:Metrics",
     "LoadExtrapolation": f"{_OF_METRICS} load:text cut:number gradient_boosting?:Metrics|null",
@@ -313,7 +313,7 @@ def _is_text(value: Any) -> bool:
 _IS: dict[str, Callable[[Any], bool]] = {
     "text": _is_text,
     "name": lambda value: (
-        isinstance(value, str) and len(value) <= MAX_NAME_CHARS and bool(NAME.fullmatch(value))
+        isinstance(value, str) and len(value) <= MAX_NAME_CHARS and bool(NAME_PATTERN.fullmatch(value))
     ),
     "formula": lambda value: _is_text(value) and len(value) <= MAX_FORMULA_CHARS,
     "number": _is_number,
@@ -321,7 +321,7 @@ _IS: dict[str, Callable[[Any], bool]] = {
     "integer": lambda value: isinstance(value, int) and not isinstance(value, bool),
     "bool": lambda value: isinstance(value, bool),
 }
-_WORDS = {
+_KIND_WORDS = {
     "name": f"a name of up to {MAX_NAME_CHARS} characters",
     "formula": f"a formula of up to {MAX_FORMULA_CHARS} characters",
     "number": "a finite number",
@@ -339,7 +339,7 @@ def _is_scalar(kind: str, value: Any) -> bool:
 
 
 def _in_words(kind: str) -> str:
-    return _WORDS.get(kind, kind)
+    return _KIND_WORDS.get(kind, kind)
 
 
 # -- contradictions --------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import gc
 import os
 from contextlib import suppress
 
-SETTINGS = {
+ALLOCATOR_SETTINGS = {
     "_RJEM_MALLOC_CONF": "dirty_decay_ms:500,muzzy_decay_ms:0",  # polars
     "ARROW_DEFAULT_MEMORY_POOL": "system",
     "OPENBLAS_NUM_THREADS": "1",  # numpy would start a thread per core, for a tenth of a second, to multiply small matrices
@@ -34,7 +34,7 @@ def reuse_freed() -> None:
 
     Only for tracefit's own processes: the whole process shares the C library's allocator.
     """
-    for name, value in SETTINGS.items():
+    for name, value in ALLOCATOR_SETTINGS.items():
         os.environ.setdefault(name, value)
     gc.set_threshold(_MANY_OBJECTS, 50, 100)
     # The interpreter looks for cycles once more at its end, among all objects of the libraries: a tenth of a second.

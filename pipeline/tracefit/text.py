@@ -71,7 +71,7 @@ def in_words(names: Sequence[str]) -> str:
     return " and ".join(filter(None, (", ".join(names[:-1]), *names[-1:])))
 
 
-_MOST_KEYS = 16
+_MOST_NAMED_KEYS = 16
 
 
 def unread(read: str, what: str, keys: Sequence[str]) -> str:
@@ -82,7 +82,7 @@ def unread(read: str, what: str, keys: Sequence[str]) -> str:
         what: The rest of a sentence about none of them: `with lengths`.
         keys: The keys of one of them.
     """
-    listed = ", ".join([*keys[:_MOST_KEYS], *(["…"] if len(keys) > _MOST_KEYS else [])])
+    listed = ", ".join([*keys[:_MOST_NAMED_KEYS], *(["…"] if len(keys) > _MOST_NAMED_KEYS else [])])
     return f"read {read}, none {what}; keys seen: {listed or 'none'}"
 
 

@@ -62,10 +62,10 @@ def test_parts_larger_than_one_request_are_whole_too(bucket, tmp_path):
     data = os.urandom(12 << 20)
     (tmp_path / "part").write_bytes(data)
     bucket.trouble = _first_times(2, "torn", "503")
-    buckets.put(buckets.place_of(f"{TABLES}/part"), tmp_path / "part")
+    buckets.put(buckets.location_of(f"{TABLES}/part"), tmp_path / "part")
     assert bucket.objects["tables/part"][0] == data
     assert bucket.uploads == {}
-    buckets.download(buckets.place_of(f"{TABLES}/part"), tmp_path / "copy")
+    buckets.download(buckets.location_of(f"{TABLES}/part"), tmp_path / "copy")
     assert (tmp_path / "copy").read_bytes() == data
 
 

@@ -11,10 +11,10 @@ import polars as pl
 import pytest
 
 from tracefit import UsageError, ingest, scan
-from tracefit.inputs.buckets import BucketPath, place_of
-from tracefit.tables.places import Bucket, Disk, open_place
+from tracefit.inputs.buckets import BucketPath, location_of
 from tracefit.tables.rows import FRAMES
 from tracefit.tables.schema import INGEST_TABLES
+from tracefit.tables.storage import Bucket, Disk, open_storage
 from tracefit.tables.store import IngestedRun, TableStore
 
 TABLES = "s3://fleet/a/tables"
@@ -61,7 +61,7 @@ def test_many_runs_are_published_with_one_manifest(bucket, small):
 
 
 def test_copies_on_disk_are_kept_while_there_is_room(tmp_path, bucket):
-    place = Bucket(place_of(TABLES), kept_bytes=6)
+    place = Bucket(location_of(TABLES), kept_bytes=6)
     with place.lock(lambda: None, ()) as writing, place.scratch() as scratch:
         for name in ("one", "two"):
             (scratch / name).write_text(f"{name}.")
@@ -206,12 +206,12 @@ def test_many_writers_lose_nothing(bucket, scheme):
     ],
 )
 def test_a_name_leads_to_a_folder_or_a_bucket(name, place):
-    assert (place_of(name), type(place_of(name))) == (place, type(place))
-    assert type(open_place(name)) is (Bucket if isinstance(place, BucketPath) else Disk)
+    assert (location_of(name), type(location_of(name))) == (place, type(place))
+    assert type(open_storage(name)) is (Bucket if isinstance(place, BucketPath) else Disk)
 
 
 def test_a_path_in_a_bucket_stays_one(monkeypatch):
-    path = place_of("s3://b/x")
+    path = location_of("s3://b/x")
     for one in (path / "y", (path / "y" / "z").parent, pickle.loads(pickle.dumps(path / "y"))):  # noqa: S301 - our own
         assert (str(one), type(one)) == ("s3://b/x/y", BucketPath)
     assert (path.bucket, path.key) == ("s3://b", "x")

@@ -77,7 +77,7 @@ def test_spans_of_requests_give_step_time_and_queue_wait(tracefit, tmp_path, gen
 @pytest.mark.slow
 def test_every_request_keeps_its_row_across_windows(tracefit, tmp_path, requests, monkeypatch):
     """Four windows of 50, at fifths of the recording; the other requests stay as they were."""
-    monkeypatch.setattr(request_steps, "_WINDOWS", 4)
+    monkeypatch.setattr(request_steps, "_STEP_WINDOWS", 4)
     monkeypatch.setattr(request_steps, "_WINDOW_REQUESTS", 50)
     monkeypatch.setattr(request_steps, "MOST_PLACED", 200)
     monkeypatch.setattr(training, "MOST_PLACED", 200)

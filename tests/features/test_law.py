@@ -5,8 +5,8 @@ import json
 import polars as pl
 import pytest
 
-from tracefit.features.law import BATCH_COLUMNS, with_law
-from tracefit.features.sets import LAW, add_features
+from tracefit.features.law import LAW_BATCH_COLUMNS, with_law
+from tracefit.features.sets import LAW_SET, add_features
 from tracefit.server.context import RunContext
 from tracefit.server.hardware import find_gpu
 from tracefit.server.model_config import parse_architecture
@@ -26,12 +26,12 @@ EXPERTS = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 768,
 }
-STEP = dict(zip(BATCH_COLUMNS, (0, 2, 0, 2, 400, None), strict=True))
+STEP = dict(zip(LAW_BATCH_COLUMNS, (0, 2, 0, 2, 400, None), strict=True))
 
 
 def _terms(context, **step):
-    rows = pl.DataFrame([{**STEP, **step}], schema=dict.fromkeys(BATCH_COLUMNS, pl.Int64))
-    return add_features(with_law(rows, context), LAW, {}).row(0, named=True)
+    rows = pl.DataFrame([{**STEP, **step}], schema=dict.fromkeys(LAW_BATCH_COLUMNS, pl.Int64))
+    return add_features(with_law(rows, context), LAW_SET, {}).row(0, named=True)
 
 
 def _server(tp=1, **config):

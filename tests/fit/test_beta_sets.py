@@ -13,7 +13,7 @@ from tracefit.features.sets import BUILT_IN, LINE, Feature, FeatureSet, add_feat
 from tracefit.fit import splits
 from tracefit.fit.beta import choose, try_features, typical_error_pct
 from tracefit.fit.fitted import ANY_SIGN, FitOptions, Signs
-from tracefit.fit.holdout import error_in_stretches, load_cut
+from tracefit.fit.holdout import error_by_stretch, load_cut
 from tracefit.fit.train import TrainingRows, fit_linear
 from tracefit.models.validation import Candidate
 from tracefit.synth import SynthOptions, synth, write_run
@@ -291,7 +291,7 @@ def test_every_third_tenth_of_the_time_is_held_out():
     )  # fmt: skip
     feature = Feature("reqs", "request", "reqs")
     how = FitOptions(reference=False, signs=ANY_SIGN)
-    errors = error_in_stretches(fit_linear(rows, [feature], how), [feature], how)
+    errors = error_by_stretch(fit_linear(rows, [feature], how), [feature], how)
     assert errors.n == 30
     assert errors.mape_pct == pytest.approx(100 * (1 - 1 / 1.2), rel=1e-3)
 

@@ -5,10 +5,10 @@ import polars as pl
 import pytest
 from tests.fit.test_transfer import DENSE, LARGE, _context
 
-from tracefit.features.law import LAW
+from tracefit.features.law import LAW_TERMS
 from tracefit.fit.fitted import target_of
 from tracefit.fit.points import (
-    NO_ROOM,
+    CACHE_TOO_SMALL,
     NOT_CLOSED,
     POINT_TERMS,
     PointServer,
@@ -98,7 +98,7 @@ def _twice():
         ({"output_tokens": [1.0]}, NOT_CLOSED),
         ({"tpot_us": [float("nan")]}, FASTER),
         ({"tpot_us": [100.0]}, FASTER),
-        ({"concurrency": [100_000.0]}, NO_ROOM),
+        ({"concurrency": [100_000.0]}, CACHE_TOO_SMALL),
     ],
 )
 def test_points_that_show_no_step_are_counted(columns, reason):
@@ -168,7 +168,7 @@ def test_ten_points_draw_the_law():
 
 
 def test_points_show_no_launches():
-    assert {t.feature.name for t in LAW} - {t.feature.name for t in POINT_TERMS} == {
+    assert {t.feature.name for t in LAW_TERMS} - {t.feature.name for t in POINT_TERMS} == {
         "prompt_kernels",
         "decode_matrix_us",
         "launched_small",

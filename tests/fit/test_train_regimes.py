@@ -8,7 +8,7 @@ import pytest
 
 from tracefit.features.sets import BUILT_IN, Feature
 from tracefit.fit import splits
-from tracefit.fit.alpha import FORMS
+from tracefit.fit.alpha import ALPHA_FORMS
 from tracefit.fit.fitted import (
     FitOptions,
     LinearFit,
@@ -17,7 +17,7 @@ from tracefit.fit.fitted import (
     predict_regimes,
 )
 from tracefit.fit.train import fit_regimes
-from tracefit.models.schema import ALWAYS, Comparison, Condition
+from tracefit.models.schema import NO_CONDITION, Comparison, Condition
 
 SLOPE = (Feature("ahead", "request", "ahead"),)
 NO_SLOT = Condition(any=(Comparison(feature="slots", op="<=", value=0.0),))
@@ -74,7 +74,7 @@ def test_a_regime_with_too_few_rows_leaves_them_to_the_next():
 def test_the_only_fitted_regime_predicts_all_rows():
     fitted = _fit(_frame(full=0.97))
     assert [p.regime.name for p in fitted.regimes] == ["queued"]
-    assert fitted.regimes[0].regime.when == ALWAYS
+    assert fitted.regimes[0].regime.when == NO_CONDITION
 
 
 def test_the_classifier_compares_the_condition_with_the_label():
@@ -123,7 +123,7 @@ def test_waits_for_room_and_for_prompts_have_their_own_lines():
         "y": np.select([(need == 0) | (need == 3), need == 1], [2_000.0 * ahead, 100.0 * tokens], 200.0),
         "queued": need != 2,
     }
-    regimes = FORMS["regimes"](BUILT_IN["queue"].features, True)
+    regimes = ALPHA_FORMS["regimes"](BUILT_IN["queue"].features, True)
     frame = _frame(n).with_columns(
         **{k: pl.lit(pl.Series(k, np.broadcast_to(v, n))) for k, v in columns.items()}
     )

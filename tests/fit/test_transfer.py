@@ -7,7 +7,7 @@ import numpy as np
 import polars as pl
 import pytest
 
-from tracefit.features.law import BATCH_COLUMNS, LAW, kernels_of
+from tracefit.features.law import LAW_BATCH_COLUMNS, LAW_TERMS, kernels_of
 from tracefit.fit.fitted import target_of
 from tracefit.fit.transfer import (
     COMPILING,
@@ -72,7 +72,7 @@ TRUTH = {
     "launched_small": 15.0,
     "launched_large": 25.0,
 }
-PLANTED = Law(LAW, tuple(TRUTH.get(term.feature.name, 0.0) for term in LAW))
+PLANTED = Law(LAW_TERMS, tuple(TRUTH.get(term.feature.name, 0.0) for term in LAW_TERMS))
 
 
 def _context(config=DENSE, gpu="H100", tp=1, **settings):
@@ -96,7 +96,7 @@ def server(
         "context_tokens": decodes * rng.integers(50, 3000, steps),
         "prefill_context_tokens": np.zeros(steps, dtype=np.int64),
     }
-    rows = pl.DataFrame({f"of_{name}": batches[name] for name in BATCH_COLUMNS})
+    rows = pl.DataFrame({f"of_{name}": batches[name] for name in LAW_BATCH_COLUMNS})
     context = _context(config, gpu, tp, **settings)
     terms = as_run_by(rows, context)
     y = law.predict(terms) * np.exp(noise * rng.standard_normal(steps))
@@ -175,7 +175,7 @@ def test_the_nearest_source_has_the_most_similar_weights_to_read():
 def test_few_steps_of_a_server_draw_the_law_to_it():
     law = fit_law([server(tp=1), server(tp=4)], "tensor_parallel")
     slow = {**TRUTH, "kernels": 9.0, "batch_requests": 30.0}
-    planted = replace(PLANTED, coefficients=tuple(slow.get(t.feature.name, 0.0) for t in LAW))
+    planted = replace(PLANTED, coefficients=tuple(slow.get(t.feature.name, 0.0) for t in LAW_TERMS))
     target = server(tp=2, law=planted, steps=2000)
     chosen = replace(target, rows=target.rows[::100])
     found = calibrate(law, chosen, errors_of(()))

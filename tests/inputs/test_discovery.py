@@ -478,7 +478,7 @@ def test_an_object_has_one_place_by_every_spelling(lay, bucket):
         for bucket_url in ("s3://bucket", "S3:/bucket", "s3://KEY:SECRET@bucket"):
             with open_inputs([f"{bucket_url}/{folder}"], filesystem_of=opened) as inputs:
                 (run,) = inputs.runs
-            places.setdefault((run.trace_files[0].place, run.run_id), set()).add(run.folder)
+            places.setdefault((run.trace_files[0].location, run.run_id), set()).add(run.folder)
     assert places == {("s3://bucket/prod/run/traces.json", "run"): {"s3/bucket/prod/run", None}}
     urls = ["s3://bucket/prod/run", "S3://bucket//prod/run/traces.json", "s3://bucket/prod"]
     assert list(runs_of(*urls, filesystem_of=opened)) == ["run"]
@@ -514,7 +514,7 @@ def test_an_object_at_an_endpoint_has_its_host_in_its_place(
         (run,) = inputs.runs
     (file,) = run.trace_files
     url = f"{host or f'{scheme}:/'}/bucket/prod/run"
-    assert (file.place, run.folder) == (f"{url}/traces.json", url.replace("://", "/"))
+    assert (file.location, run.folder) == (f"{url}/traces.json", url.replace("://", "/"))
     assert file.name == f"{scheme}://bucket/prod/run/traces.json"
 
 
@@ -534,7 +534,7 @@ def test_places_on_disk_are_absolute_and_without_links(lay, tmp_path):
     at = tmp_path.resolve()
     for path in ("run", "./run/", "to-run", str(tmp_path / "run"), f"file://{tmp_path}/to-run"):
         with open_inputs([path]) as inputs:
-            places = {run.folder: [file.place for file in run.trace_files] for run in inputs.runs}
+            places = {run.folder: [file.location for file in run.trace_files] for run in inputs.runs}
         assert places == {
             f"{at}/run": [f"{at}/run/traces-1.json", f"{at}/far/traces.json"],
             f"{at}/far": [f"{at}/far/traces.json"],

@@ -170,7 +170,7 @@ def test_what_is_no_trace_is_not_read_through(tmp_path, begins):
     files = CountingFiles()
     found = inspect_file(files.file(tmp_path / "weights.bin"), Expansion(most_junk_bytes=8 << 20))
     assert not found.is_traces
-    assert 0 < sum(files.sizes) <= (8 << 20) + 3 * formats.HEAD_BYTES
+    assert 0 < sum(files.sizes) <= (8 << 20) + 3 * formats.FORMAT_HEAD_BYTES
 
 
 class CountingFiles:

@@ -72,13 +72,13 @@ LENGTHS_AND_FRAMES = {
 
 @pytest.fixture
 def _small_head(monkeypatch):
-    monkeypatch.setattr(blocks, "HEAD_BYTES", HEAD_BYTES)
+    monkeypatch.setattr(blocks, "FORMAT_HEAD_BYTES", HEAD_BYTES)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", ["lines", "framed protobuf"])
 def test_good_records_behind_more_than_the_usual_head_are_found(otlp, read, tmp_path, shape):
-    assert blocks.HEAD_BYTES == 16 * HEAD_BYTES
+    assert blocks.FORMAT_HEAD_BYTES == 16 * HEAD_BYTES
     good = otlp.SHAPES[shape](40)
     _check(read(good), read(17 * JUNK[MORE] + good), tmp_path / "data")
 

@@ -244,7 +244,7 @@ def attributes_of_events():
     found = [("", key) for key in ("gen_ai.request.id", "http.route", "gen_ai.usage.prompt_tokens")]
     found += [("", "gen_ai.request.max_tokens"), ("", "gen_ai.usage.completion_tokens")]
     found += [("", "gen_ai.response.model")]
-    for kind in dialects.JOURNEY_EVENTS:
+    for kind in dialects.EVENT_KINDS:
         keys = [k[0] for k in dialects.JOURNEY_KEYS.values()] if kind.layer == "core" else ["reason"]
         clock = ("ts.monotonic_ns", "ts.monotonic") if kind.layer == "core" else ("event.ts.monotonic",)
         found += [(f"{kind.event}", key) for key in (*keys, *clock)]
@@ -434,7 +434,7 @@ def _span_names(run, rng):
 def _api_clock(run, rng):
     """Let the API process stamp its events on a clock that is ahead of the engine core's, or behind it."""
     ahead_s = rng.choice((0.002, 0.01, 0.05, 0.8, 60.0)) * rng.choice((1, -1))
-    for name in (kind.event for kind in dialects.JOURNEY_EVENTS if kind.layer == "api"):
+    for name in (kind.event for kind in dialects.EVENT_KINDS if kind.layer == "api"):
         for event in run.carriers(name, "event.ts.monotonic"):
             for attribute in event["attributes"]:
                 if attribute["key"] == "event.ts.monotonic" and "doubleValue" in attribute["value"]:
@@ -506,7 +506,7 @@ def _without_events(run, rng):
             for resource in record["resourceSpans"]:
                 resource["scopeSpans"] = [s for s in resource["scopeSpans"] if s["scope"]["name"] != scope]
         return f"without {scope}"
-    name = rng.choice([*(k.event for k in dialects.JOURNEY_EVENTS), dialects.STEP_EVENT])
+    name = rng.choice([*(k.event for k in dialects.EVENT_KINDS), dialects.STEP_EVENT])
     for span in run.spans():
         if "events" in span:
             span["events"] = [e for e in span["events"] if not e["name"].endswith(name)]

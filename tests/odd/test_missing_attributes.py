@@ -13,7 +13,7 @@ from tracefit.tables import dialects
 def _attributes():
     """Return every attribute of every event of the server, as (event, attribute); a core event's clock has two."""
     found = []
-    for kind in dialects.JOURNEY_EVENTS:
+    for kind in dialects.EVENT_KINDS:
         if kind.layer == "api":
             found += [(kind.event, "event.ts.monotonic")]
             continue

@@ -591,7 +591,7 @@ def test_what_is_written_is_read_whatever_is_around_it(steps, noise, form, cut):
     texts = [FORMS[form](message(step, batch, elapsed_ms=ms / 100)).encode() for step, *batch, ms in steps]
     whole = b"\n".join([*texts[:1], *noise, *texts[1:]]) + b"\n"
     found = decoded(whole + texts[0][:cut])
-    rows = found.steps.select("step_id", *iteration_log._FIELDS[:4], pl.col("cycle_us").round(3)).rows()
+    rows = found.steps.select("step_id", *iteration_log._LINE_FIELDS[:4], pl.col("cycle_us").round(3)).rows()
     wanted = [(*step[:5], round(step[5] / 100 * 1e3, 3)) for step in steps]
     assert rows in (wanted, [*wanted, wanted[0]])
     assert len(found.rejects) <= 1

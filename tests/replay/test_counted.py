@@ -18,7 +18,7 @@ class _Times:
     def step(self, batch):
         self.batches.append(batch)
         of_prompts = 3.7 * batch.prefill_tokens + 7 * batch.prefill_reqs + 1e-5 * batch.prefill_pairs
-        return self._of(batch, batch.context_tokens) + of_prompts + 1e-3 * batch.prefill_seen
+        return self._of(batch, batch.context_tokens) + of_prompts + 1e-3 * batch.prefill_attention_pairs
 
     def decoding(self, batch, steps, growth):
         self.batches.append(batch)

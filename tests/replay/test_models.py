@@ -20,7 +20,7 @@ from tracefit.consumers.blis_replay import StepRates, replay_as_blis
 from tracefit.errors import DataError
 from tracefit.models.validation import SpeedVariation
 from tracefit.replay.closed_loop import (
-    REQUEST_COLUMNS,
+    LOOP_REQUEST_COLUMNS,
     RunTraces,
     _counting,
     _first,
@@ -464,7 +464,7 @@ class _Requests:
         {"server": "s", "arrival_ns": [1, *range(10, 1010, 10)], "finished_ns": [9_999, *range(15, 1015, 10)]}
     ).with_columns(
         pl.lit(None).alias(name)
-        for name in REQUEST_COLUMNS
+        for name in LOOP_REQUEST_COLUMNS
         if name not in ("server", "arrival_ns", "finished_ns")
     )
 

@@ -27,7 +27,7 @@ from tracefit.models.targets import CYCLE_TIME
 from tracefit.recordings import RECORDINGS
 from tracefit.reports.trained import TrainResult
 from tracefit.tables.schema import TABLES
-from tracefit.tables.sources import DURATION, SOURCES
+from tracefit.tables.sources import DURATION_SOURCE, SOURCES
 from tracefit.timeline import thresholds
 
 if TYPE_CHECKING:
@@ -275,7 +275,7 @@ def recordings_page() -> str:
             one.error,
         )
         for one in SOURCES.values()
-        if one is not DURATION
+        if one is not DURATION_SOURCE
     ]
     intro_of_sources = "The time of a step, `cycle_us` of `steps` and `timeline`, says in `cycle_source` where it comes from:"
     parts = [

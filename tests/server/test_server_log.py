@@ -17,7 +17,7 @@ from tracefit.inputs.blocks import lines_with
 from tracefit.inputs.discovery import open_inputs
 from tracefit.inputs.files import TraceFile
 from tracefit.server.context import deployment_of, read_context
-from tracefit.server.server_log import MARKS, ServerStart, starts_of
+from tracefit.server.server_log import LOG_MARKS, ServerStart, starts_of
 from tracefit.server.settings import ServerSettings, read_settings, settings_from
 from tracefit.synth import SynthOptions, synth, write_run
 from tracefit.tables.store import TableStore
@@ -229,8 +229,8 @@ def test_lines_of_a_log_are_bounded(tmp_path):
     with gzip.open(tmp_path / "server.log.gz", "wb") as file:
         file.write(line * 300_000)
     file = TraceFile.local(tmp_path / "server.log.gz")
-    assert len(lines_with(file, MARKS, most_bytes=1 << 30)) == 10_000
-    assert not lines_with(file, MARKS, most_bytes=1 << 10)
+    assert len(lines_with(file, LOG_MARKS, most_bytes=1 << 30)) == 10_000
+    assert not lines_with(file, LOG_MARKS, most_bytes=1 << 10)
 
 
 def test_a_logged_prompt_is_not_a_start():

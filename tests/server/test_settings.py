@@ -11,7 +11,7 @@ import pytest
 from tracefit.errors import UsageError
 from tracefit.server.settings import (
     ALIASES,
-    SETTINGS,
+    SETTING_NAMES,
     ServerSettings,
     assume_defaults,
     canonical_name,
@@ -51,7 +51,7 @@ def test_spellings_of_a_setting(spelling):
 
 @pytest.mark.parametrize("alias", ALIASES)
 def test_every_alias_is_of_a_setting(alias):
-    assert canonical_name(alias) in SETTINGS
+    assert canonical_name(alias) in SETTING_NAMES
 
 
 def test_values_have_sources_and_unknown_ones_are_kept():
@@ -447,7 +447,7 @@ MANIFESTS = {
 def test_the_settings_of_a_manifest_are_the_arguments_of_vllm(name):
     text, values = MANIFESTS[name]
     settings = parse_settings(dedent(text), where="x")
-    assert settings.values() == {key: values[key] for key in SETTINGS if key in values}
+    assert settings.values() == {key: values[key] for key in SETTING_NAMES if key in values}
     assert not settings.unread
 
 

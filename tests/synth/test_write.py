@@ -15,7 +15,7 @@ from opentelemetry.proto.trace.v1 import trace_pb2
 
 from containers import to_protobuf
 from tracefit.errors import UsageError
-from tracefit.synth import REQUEST_COLUMNS, STEP_COLUMNS, LinearLaw, SynthOptions, synth, write_run
+from tracefit.synth import TRUE_REQUEST_COLUMNS, TRUE_STEP_COLUMNS, LinearLaw, SynthOptions, synth, write_run
 
 
 @pytest.fixture(scope="module")
@@ -191,8 +191,8 @@ def test_truth_is_in_the_run_folder(small, tmp_path):
     assert (truth["seed"], truth["options"]["requests"]) == (4, 40)
     assert [path.name for path in folder.glob("traces*")] == ["traces.json"]
     for name, frame, columns in (
-        ("truth_steps.csv.gz", small.truth_steps, STEP_COLUMNS),
-        ("truth_requests.csv.gz", small.truth_requests, REQUEST_COLUMNS),
+        ("truth_steps.csv.gz", small.truth_steps, TRUE_STEP_COLUMNS),
+        ("truth_requests.csv.gz", small.truth_requests, TRUE_REQUEST_COLUMNS),
     ):
         data = io.BytesIO(gzip.decompress((folder / name).read_bytes()))
         assert pl.read_csv(data, schema=dict(columns)).equals(frame)

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from together import together
-from tracefit.tables.dialects import JOURNEY_EVENTS, SNAPSHOT_EVENT, STEP_EVENT
+from tracefit.tables.dialects import EVENT_KINDS, SNAPSHOT_EVENT, STEP_EVENT
 
 SOURCE = ("run_id", "source_file", "source_offset")
 
@@ -88,13 +88,13 @@ def test_api_event_without_engine_time_is_placed_by_wall_clock(traces):
 def test_attribute_absent_from_every_event_is_null(traces, attributes):
     """Two of every event, so that columns from events are as long as columns from spans."""
     for number, (scope, layer) in enumerate([("vllm.api", "api"), ("vllm.scheduler", "core")], start=5):
-        names = [name for kind in JOURNEY_EVENTS if kind.layer == layer for name in kind.spellings]
+        names = [name for kind in EVENT_KINDS if kind.layer == layer for name in kind.spellings]
         events = [traces.event(name, at, attributes) for name in names for at in (4000, 5000)]
         traces.span(scope, "a span", (number, number, 0), events)
     bare = [traces.event(name, 4000, attributes) for name in (STEP_EVENT, SNAPSHOT_EVENT) for _ in range(2)]
     table = yield traces.steps(*bare).request(1, 0, step=1)
     rows = table("journey_events").filter(pl.col("request_id").is_null())
-    assert rows.group_by("layer", "event").len().height == len(JOURNEY_EVENTS)
+    assert rows.group_by("layer", "event").len().height == len(EVENT_KINDS)
     assert rows.select("step_id", "phase", "num_preemptions").null_count().row(0) == (rows.height,) * 3
     assert set(rows["ts_ns"]) == {4_000_000, 5_000_000}
     assert table("requests").height == 1 + 2

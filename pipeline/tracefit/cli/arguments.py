@@ -69,7 +69,7 @@ _COMPLETIONS: Mapping[str | None, Callable[..., list[str]]] = {
 }
 
 
-_TYPES: Mapping[Any, Any] = {
+_ARGUMENT_TYPES: Mapping[Any, Any] = {
     str | Path: str,
     str | Path | None: str | None,
     str | Path | Iterable[str | Path]: list[str],
@@ -98,7 +98,7 @@ def parameter_of(name: str, kind: Any, default: Any) -> inspect.Parameter:
         make = (
             typer.Argument if flag.positional else partial(typer.Option, flag.spelled(flag.argument or name))
         )
-        text = None if flag.kind or flag.positional else _TYPES.get(plain)
+        text = None if flag.kind or flag.positional else _ARGUMENT_TYPES.get(plain)
         declared = make(
             help=flag.help,
             metavar=flag.metavar or ("PATH" if text in (str, str | None) else None),
@@ -106,7 +106,7 @@ def parameter_of(name: str, kind: Any, default: Any) -> inspect.Parameter:
             max=flag.maximum,
             autocompletion=_COMPLETIONS.get(flag.completion),
         )
-        kind = Annotated[flag.kind or _TYPES.get(plain, plain), declared]
+        kind = Annotated[flag.kind or _ARGUMENT_TYPES.get(plain, plain), declared]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=kind, default=default)
 
 
@@ -116,13 +116,13 @@ def parameter_of(name: str, kind: Any, default: Any) -> inspect.Parameter:
 def server_options(options: Mapping[str, Any], *, model: str | None = None) -> ServerOptions:
     """Collect the facts about the servers behind the traces; a setting of the user wins over `model`."""
     from tracefit.commands.ingest import parse_assignments
-    from tracefit.server.settings import SETTINGS, canonical_name
+    from tracefit.server.settings import SETTING_NAMES, canonical_name
 
     settings = parse_assignments(options["settings"] or [])
     settings = {"model": model, **settings} if model else settings
     # A misspelt setting is refused by `parse_assignments`; one of a newer vLLM, which is not in the list yet, has to pass.
     for key in settings:
-        if canonical_name(key) not in SETTINGS:
+        if canonical_name(key) not in SETTING_NAMES:
             warn(
                 f"{named(ServerOptions, 'settings')} {key}: unknown setting; it is recorded and distinguishes deployments, but no model uses it"
             )

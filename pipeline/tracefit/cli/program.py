@@ -81,7 +81,7 @@ def _settable(option: TyperOption) -> bool:
     return option.name not in _NOT_SETTABLE
 
 
-_MAX_CONFIG_BYTES = 64 * 1024
+_MAX_OPTIONS_BYTES = 64 * 1024
 """Every option of every command fits many times; a dotted key of so many parts still takes under a second."""
 
 
@@ -106,7 +106,7 @@ def _read(path: Path) -> dict[str, Any]:
     # Not at the top: it brings libraries that a command without a configuration file may not need.
     from tracefit.server.documents import as_text, read_bytes
 
-    text = as_text(read_bytes(path, limit_bytes=_MAX_CONFIG_BYTES), where=str(path))
+    text = as_text(read_bytes(path, limit_bytes=_MAX_OPTIONS_BYTES), where=str(path))
     try:
         return tomllib.loads(text)
     except RecursionError:
@@ -221,7 +221,7 @@ def _main(
             warn(text)
 
 
-JSON = Annotated[bool, typer.Option("--json", help="Print a machine-readable summary on stdout.")]
+JsonFlag = Annotated[bool, typer.Option("--json", help="Print a machine-readable summary on stdout.")]
 _Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print errors only.")]
 
 _Command = TypeVar("_Command", bound=Callable[..., tuple[object, str]])
@@ -259,7 +259,7 @@ def command(task: str, *declared: type, is_quiet: bool = True) -> Callable[[_Com
             *(parameter_of(p.name, p.annotation, p.default) for p in arguments[: len(arguments) - len(last)]),
             *(parameter for each in declared for parameter in parameters_of(each)),
             *(parameter_of(p.name, p.annotation, p.default) for p in last),
-            parameter_of("json", JSON, default=False),
+            parameter_of("json", JsonFlag, default=False),
             *([parameter_of("quiet", _Quiet, default=False)] if is_quiet else []),
             parameter_of("config", _Config, None),
             parameter_of("log_level", _LogLevel, None),

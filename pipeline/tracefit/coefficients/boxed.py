@@ -13,7 +13,7 @@ import numpy as np
 import polars as pl
 from pydantic import Field
 
-from tracefit.features.law import BATCH_COLUMNS, LAW
+from tracefit.features.law import LAW_BATCH_COLUMNS, LAW_TERMS
 from tracefit.fit.points import POINT_TERMS, fit_points, leave_points_out, point_errors
 from tracefit.fit.results import LeftOutErrors
 from tracefit.fit.transfer import DECODES, Law, LawRows, TransferErrors, group_of, parts_of_model
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 ENGINES = ("vllm",)
 """Engines that the package has a law of."""
-KINDS: tuple[TransferKind, ...] = ("tensor_parallel", "model", "gpu", "model_and_gpu")
+LAW_KINDS: tuple[TransferKind, ...] = ("tensor_parallel", "model", "gpu", "model_and_gpu")
 
 
 class BoxedServer(Strict):
@@ -113,7 +113,7 @@ class BoxedLaw(Strict):
     def fitted(self) -> Law:
         """Return the law, to be evaluated and to be drawn to points or steps."""
         values = {c.feature: c.value for c in self.law}
-        terms = tuple(t for t in LAW if t.feature.name in values)
+        terms = tuple(t for t in LAW_TERMS if t.feature.name in values)
         return Law(terms, tuple(values[t.feature.name] for t in terms))
 
     def kind_for(self, target: RunContext) -> TransferKind:
@@ -155,7 +155,7 @@ class BoxedLaw(Strict):
             "context_tokens": [n * tokens for n, tokens, _ in corners],
         }
         zeros = [0.0] * len(corners)
-        return LawRows(deployment, pl.DataFrame({f"of_{n}": values.get(n, zeros) for n in BATCH_COLUMNS}))
+        return LawRows(deployment, pl.DataFrame({f"of_{n}": values.get(n, zeros) for n in LAW_BATCH_COLUMNS}))
 
 
 def _facts_of(context: RunContext) -> dict[str, Scalar]:
@@ -197,7 +197,7 @@ def box(
         rows: Rows of the source by what became of them.
     """
     law = fit_points(servers)
-    folds = {kind: leave_points_out(servers, kind) for kind in KINDS}
+    folds = {kind: leave_points_out(servers, kind) for kind in LAW_KINDS}
     laws = [fold.law for of_kind in folds.values() for fold in of_kind]
     contexts = [one.deployment.context for one in servers]
     columns = ("of_context_tokens", "of_num_decode_reqs")

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from tracefit.models.schema import Bounds, LinearForm, Model
 
-POINTS = 2000
+COMPARED_POINTS = 2000
 """Number of points of the shared training range at which two models are compared."""
 
 _SAME_COUNT = {"decode_tokens": "num_decode_reqs", "num_decode_reqs": "decode_tokens"}
@@ -105,11 +105,13 @@ def _points(columns: set[str], ranges: Mapping[str, Bounds]) -> pl.DataFrame:
     rng = np.random.default_rng(0)
     free = sorted(c for c in columns if c in ranges)
     points = {
-        c: rng.uniform(*ranges[c], POINTS) if ranges[c][0] < ranges[c][1] else np.full(POINTS, ranges[c][0])
+        c: rng.uniform(*ranges[c], COMPARED_POINTS)
+        if ranges[c][0] < ranges[c][1]
+        else np.full(COMPARED_POINTS, ranges[c][0])
         for c in free
     }
     # Half of the values are ends of ranges (0 and 1 of 0 to 3): lines differ most at extremes of both features.
-    ends = rng.integers(0, 4, (POINTS, max(len(free), 1)))
+    ends = rng.integers(0, 4, (COMPARED_POINTS, max(len(free), 1)))
     for i, c in enumerate(free):
         points[c] = np.choose(ends[:, i], [*ranges[c], points[c], points[c]])
     points |= {c: points[_SAME_COUNT[c]] for c in sorted(columns - points.keys())}

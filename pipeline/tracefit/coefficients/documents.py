@@ -27,7 +27,7 @@ from tracefit.results.replays import RunReplay
 from tracefit.results.requests import RecordedLoad, RequestGroup
 from tracefit.server.documents import Scalar
 
-Answer = Literal["yes", "with limits", "no"]
+VerdictAnswer = Literal["yes", "with limits", "no"]
 """Whether the models can be used for a purpose."""
 
 FileKind = Literal["alpha", "beta"]
@@ -101,7 +101,7 @@ class Criterion(Strict):
     yes: float
     with_limits: float
     higher_is_better: bool
-    answer: Answer
+    answer: VerdictAnswer
     reason: str
     machine_pct: float | None = None
 
@@ -163,7 +163,7 @@ class Verdict(Strict):
         reasons: Reasons of the criteria that decide.
     """
 
-    answer: Answer
+    answer: VerdictAnswer
     reasons: tuple[str, ...]
     criteria: tuple[Criterion, ...]
 

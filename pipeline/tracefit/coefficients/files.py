@@ -11,7 +11,7 @@ from pydantic import BaseModel, ValidationError
 from tracefit.coefficients.documents import CoefficientFile, Evaluation
 from tracefit.errors import UsageError
 from tracefit.evaluator import MAX_FILE_BYTES, VERSIONS, check
-from tracefit.inputs.buckets import place_of
+from tracefit.inputs.buckets import location_of
 from tracefit.options import RunOutOption, flag_of
 from tracefit.server.documents import parse_json_object, read_bytes
 
@@ -66,7 +66,7 @@ def has_models(folder: Path) -> bool:
 
 def find_models(path: str | Path) -> Path:
     """Return the coefficient file or the folder of them that a path stands for: itself, or `models/` below it."""
-    path = place_of(path)
+    path = location_of(path)
     below = path / "models"
     # A file in the folder itself wins over `models/`: users may have copied models out of it.
     return below if path.is_dir() and not has_models(path) and has_models(below) else path
@@ -127,7 +127,7 @@ def read_plain(path: str | Path, kind: type[BaseModel]) -> dict[str, Any]:
         UsageError: The file is missing, too large, not JSON, of another kind or of an unknown version.
     """
     where = str(path)
-    content = read_bytes(place_of(path), limit_bytes=MAX_FILE_BYTES)
+    content = read_bytes(location_of(path), limit_bytes=MAX_FILE_BYTES)
     plain = dict(parse_json_object(content, where=where, strict=True))
     # Before anything else: in a file of another version, no key is an error of the user.
     _check_version(plain, kind, where)

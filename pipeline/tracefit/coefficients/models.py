@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 from tracefit.coefficients.files import coefficient_paths, read_coefficients
 from tracefit.errors import UsageError
-from tracefit.inputs.buckets import place_of
+from tracefit.inputs.buckets import location_of
 from tracefit.models.deployment import DeploymentModels, StepPrediction
 from tracefit.models.describe import REQUEST_INPUTS, STEP_INPUTS
 from tracefit.models.request import RequestPrediction, predict_request
@@ -43,7 +43,7 @@ def load(*paths: str | Path | Iterable[str | Path]) -> Models:
         >>> tracefit.load("out/").deployment_ids  # doctest: +ELLIPSIS
         ('llama-3.1-8b-instruct.h100-sxm.tp1...',)
     """
-    locations = [place_of(p) for one in paths for p in ([one] if isinstance(one, str | Path) else one)]
+    locations = [location_of(p) for one in paths for p in ([one] if isinstance(one, str | Path) else one)]
     files = [file for location in locations for file in coefficient_paths(location)]
     if not files:
         raise UsageError("no coefficient file is given")

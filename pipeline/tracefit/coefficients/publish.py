@@ -29,7 +29,7 @@ from tracefit.coefficients.request_ranges import (
     workload_of,
 )
 from tracefit.features.training import definitions
-from tracefit.fit.estimators import HUBER
+from tracefit.fit.estimators import HUBER_SD
 from tracefit.fit.fitted import missing_attributes
 from tracefit.fit.latency import latency_errors, split_requests, trained_steps
 from tracefit.fit.splits import counted_rows, evaluation_rows
@@ -199,7 +199,7 @@ def _estimator(part: FittedRegime) -> schema.Estimator:
         name="huber_linear",
         penalty=part.choice.penalty,
         strength=part.choice.strength,
-        huber=HUBER,
+        huber=HUBER_SD,
         chosen_by="mean absolute error of time-blocked cross-validation on the training part",
         cv_mae=part.choice.score if part.choice.folds else None,
         folds=part.choice.folds,

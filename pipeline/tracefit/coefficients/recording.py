@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from tracefit.results.requests import RecordedLoad
     from tracefit.server.settings import ServerSettings
 
-_ROUNDS = 3
+_SWEEP_ROUNDS = 3
 _LIGHT_S, _MODERATE_S, _HEAVY_S, _LONG_S = 60.0, 40.0, 60.0, 45.0
 _MODERATE, _HEAVY = 0.4, 0.8
 """Shares of the rate that a server can serve. Nearer to it, latencies follow small changes of the machine's speed by a multiple; the
@@ -33,7 +33,7 @@ _LIGHT_REQUESTS = 0.7
 _TOO_MUCH = 2.0
 """Times what a server can serve: the length of the queue depends little on the exact rate that it serves."""
 _TOO_MUCH_S, _LONGEST_BURST_S = 10.0, 20.0
-_FULL = 2.0
+_FULL_LOAD = 2.0
 """Requests of that stretch, as a multiple of those that fit into the server: the others queue."""
 _UNKNOWN_SLOTS = 256
 """Requests that run at once where no setting says how many can: a default of vLLM."""
@@ -44,7 +44,7 @@ _UNKNOWN_BUDGET = 2048
 _LONG_SHARE = 0.5
 """Prompts that fill less than this share of a step's token budget need a stretch of longer ones."""
 _LONG_RATE = 0.5
-_FEWEST, _FEWEST_LONG = 10, 5
+_FEWEST_RECORDED, _FEWEST_LONG = 10, 5
 _MOST_LONG_S = 90.0
 _SPREAD = 0.9
 _TOKENS_LEFT = 64
@@ -53,8 +53,8 @@ _TOKENS_LEFT = 64
 _IDLE = "requests that come to an idle server show the work of only the API, and that no request lacks a span"
 _QUEUES = "more requests than a server can run at once: some wait for room, which autoscaling and alerting need to see"
 
-_PLAIN_NAME = re.compile(r"[A-Za-z0-9][\w./-]{0,200}")
-_URL = "http://server:8000"
+_PLAIN_MODEL_NAME = re.compile(r"[A-Za-z0-9][\w./-]{0,200}")
+_SERVER_URL = "http://server:8000"
 
 
 class _Lengths(NamedTuple):
@@ -87,9 +87,9 @@ def to_record(deployment: DeploymentEvaluation, settings: ServerSettings) -> Rec
     seconds = sum(max(one.seconds, one.requests / served) for one in stretches)
     return RecordingAdvice(
         uses=uses,
-        rounds=_ROUNDS,
+        rounds=_SWEEP_ROUNDS,
         stretches=stretches,
-        minutes=math.ceil(_ROUNDS * seconds / 60),
+        minutes=math.ceil(_SWEEP_ROUNDS * seconds / 60),
         sampling="every request and, where steps are traced, every step: sampling rates of 1",
         command=tuple(_command(stretches, settings.model)),
     )
@@ -122,7 +122,7 @@ def _stretch(number_of: int, load: _Load) -> LoadStretch:
         prompt_spread=load.lengths.prompt_spread,
         output_tokens=load.lengths.output,
         output_spread=load.lengths.output_spread,
-        seeds=tuple(10 * k + number_of for k in range(1, _ROUNDS + 1)),
+        seeds=tuple(10 * k + number_of for k in range(1, _SWEEP_ROUNDS + 1)),
         reason=load.reason,
     )
 
@@ -135,14 +135,14 @@ def _loads(deployment: DeploymentEvaluation, settings: ServerSettings) -> Iterat
     # A server of unknown capacity is loaded up to what it carried, and then has more requests at once than it can run.
     moderate, heavy = (share * served for share in ((_MODERATE, _HEAVY) if is_known else _OF_CARRIED))
     light = min(_LIGHT_REQUESTS / e2e, moderate / 2) if (e2e := _e2e_s(deployment)) else moderate / 4
-    yield _Load("light", light, max(_LIGHT_S * light, _FEWEST), lengths, _IDLE)
+    yield _Load("light", light, max(_LIGHT_S * light, _FEWEST_RECORDED), lengths, _IDLE)
     of = (f"{100 * rate / served:.0f} % of {can}" for rate in (moderate, heavy))
     yield _Load("moderate", moderate, _MODERATE_S * moderate, lengths, f"{next(of)}: batches of middle size")
     yield _Load("heavy", heavy, _HEAVY_S * heavy, lengths, f"{next(of)}: large batches")
     if (long := _long(deployment, lengths, settings)) is not None:
         yield long
     slots = deployment.rates[-1].running_mean if deployment.rates else _slots(settings, lengths)
-    burst = min(_FULL * max(slots, 1.0), _MOST_BURST)
+    burst = min(_FULL_LOAD * max(slots, 1.0), _MOST_BURST)
     # Where many fit, twice the rate for some seconds does not fill the server.
     rate = max(_TOO_MUCH * served, burst / (_LONGEST_BURST_S if is_known else _TOO_MUCH_S))
     yield _Load("too much", rate, max(burst, _TOO_MUCH_S * rate), lengths, _QUEUES)
@@ -201,7 +201,7 @@ def _long(deployment: DeploymentEvaluation, lengths: _Lengths, settings: ServerS
     tokens = sum(_UNKNOWN_LOAD[1:]) if load is None else load.computed_tokens + load.output_tokens
     # An output token takes at least the time of a prompt token, which shares a step with many others.
     carries = _LONG_RATE * _served_per_s(deployment) * tokens / (prompt + lengths.output)
-    requests = min(max(_LONG_S * carries, _FEWEST), max(_MOST_LONG_S * carries, _FEWEST_LONG))
+    requests = min(max(_LONG_S * carries, _FEWEST_RECORDED), max(_MOST_LONG_S * carries, _FEWEST_LONG))
     reason = f"prompts of up to {count(_most(prompt, _SPREAD))} tokens, which fill a step, at half of the tokens a second of {_served_text(deployment)}"
     return _Load(
         "long prompts", carries, requests, lengths._replace(prompt=prompt, prompt_spread=_SPREAD), reason
@@ -219,11 +219,11 @@ def _slots(settings: ServerSettings, lengths: _Lengths) -> float:
 def _command(stretches: tuple[LoadStretch, ...], model: str | None) -> Iterator[str]:
     """Yield the lines of a shell that send the stretches."""
     # A name from a trace may be anything: only a plain one is put into a command.
-    name = model if model is not None and _PLAIN_NAME.fullmatch(model) else None
-    yield f"BASE_URL={_URL}  # put the address of the server here"
+    name = model if model is not None and _PLAIN_MODEL_NAME.fullmatch(model) else None
+    yield f"BASE_URL={_SERVER_URL}  # put the address of the server here"
     if name is None:
         yield "MODEL=model  # put the model here: a name at Hugging Face, or the folder of its tokenizer"
-    yield f"for round in {' '.join(map(str, range(1, _ROUNDS + 1)))}; do"
+    yield f"for round in {' '.join(map(str, range(1, _SWEEP_ROUNDS + 1)))}; do"
     for number_of, one in enumerate(stretches, 1):
         yield f"  # {one.name}, {one.seconds:.0f} s: {one.reason}"
         yield (

@@ -15,10 +15,10 @@ import polars as pl
 from tracefit.fit.splits import MIN_HOLDOUT_ROWS, MIN_TRAIN_ROWS
 from tracefit.fit.validation import measure
 from tracefit.fit.validation import reference as gradient_boosting
-from tracefit.models.describe import STEP_COLUMNS, STEP_INPUTS
+from tracefit.models.describe import STEP_INPUTS, STEP_VALUES
 from tracefit.models.frames import completed_requests, composed_requests
 from tracefit.models.schema import PromptSteps, RequestRange, Workload
-from tracefit.models.targets import LATENCIES
+from tracefit.models.targets import LATENCY_TITLES
 from tracefit.models.validation import NO_ROWS
 from tracefit.tables.requests import is_cut_off
 from tracefit.tables.schema import REQUEST, SERVER
@@ -152,7 +152,7 @@ def input_ranges(described: pl.DataFrame, steps: pl.DataFrame) -> dict[str, dict
     """
     columns = {
         name: column
-        for column, name in STEP_COLUMNS.items()
+        for column, name in STEP_VALUES.items()
         if name in STEP_INPUTS and column in steps.columns
     }
     decodes = pl.col("num_decode_reqs") > 0
@@ -179,7 +179,7 @@ def predicted_requests(models: DeploymentModels, described: pl.DataFrame) -> pl.
     A measured request is predicted even if the settings say that the server would refuse it.
     """
     given = completed_requests(models, described.select(_ON_ARRIVAL))
-    columns = (*(f"{name}_us" for name in LATENCIES), "out_of_range")
+    columns = (*(f"{name}_us" for name in LATENCY_TITLES), "out_of_range")
     return described.hstack(composed_requests(models, given).select(columns))
 
 

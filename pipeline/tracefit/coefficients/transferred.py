@@ -17,15 +17,15 @@ import polars as pl
 from tracefit.coefficients.documents import DeploymentEvaluation, Evaluation, IngestEntry, TimelineEntry
 from tracefit.coefficients.verdicts import Measurements, verdicts_of
 from tracefit.features.law import (
-    ALWAYS,
-    BATCH_COLUMNS,
     COMPUTE,
     COMPUTE_BOUND,
     GPU_BOUND,
     LAUNCH,
     LAUNCH_BOUND,
+    LAW_BATCH_COLUMNS,
     MEMORY,
     MEMORY_BOUND,
+    OVERHEAD,
     LawTerm,
 )
 from tracefit.features.training import definitions
@@ -44,10 +44,10 @@ if TYPE_CHECKING:
     from tracefit.server.context import Deployment, RunContext
 
 _DEFINITION = "start of a step to the start of the next one, from a law that was fitted on other servers"
-_DIGITS = 12
+_LAW_DIGITS = 12
 _ALWAYS_BOUND = "always_bound_us"
 _TERMS_PER_FORMULA = 5
-_CONSTANT = 1e-6
+_LEAST_COEFFICIENT = 1e-6
 _ONLY_PROMPTS = {"prompt_matrix_us", "prompt_attention_us", "prompt_kernels"}
 """Terms that are 0 in steps without prompts."""
 
@@ -128,7 +128,7 @@ def _sums(law: Law, used: _Terms) -> dict[str, str]:
     parts = {
         name: [p for p in used if part_of(p[0], law.form) == part]
         for name, part in (
-            (_ALWAYS_BOUND, ALWAYS),
+            (_ALWAYS_BOUND, OVERHEAD),
             (MEMORY_BOUND, MEMORY),
             (COMPUTE_BOUND, COMPUTE),
             (LAUNCH_BOUND, LAUNCH),
@@ -142,7 +142,7 @@ def _sum_formulas(name: str, terms: _Terms) -> dict[str, str]:
     """Return a sum of terms as formulas, some terms each: a formula has a largest length."""
     parts = {
         f"{name}_{first}": " + ".join(
-            f"{value:.{_DIGITS}g} * ({t.feature.formula})"
+            f"{value:.{_LAW_DIGITS}g} * ({t.feature.formula})"
             for t, value in terms[first : first + _TERMS_PER_FORMULA]
         )
         for first in range(0, len(terms), _TERMS_PER_FORMULA)
@@ -157,7 +157,7 @@ def _terms(terms: Sequence[tuple[LawTerm, float]], reach: pl.DataFrame) -> tuple
         values = reach[name].to_numpy()
         low, high = float(values.min()), float(values.max())
         # The weights are read in every step: a term of the server, not of its load, has no range.
-        return (low, high) if high - low > _CONSTANT * high else None
+        return (low, high) if high - low > _LEAST_COEFFICIENT * high else None
 
     return tuple(
         schema.Term(
@@ -174,7 +174,7 @@ def _terms(terms: Sequence[tuple[LawTerm, float]], reach: pl.DataFrame) -> tuple
 
 def _reach(sources: Sequence[LawRows], context: RunContext) -> pl.DataFrame:
     """Return the batches of the sources as the new server would run them."""
-    batches = [f"of_{name}" for name in BATCH_COLUMNS]
+    batches = [f"of_{name}" for name in LAW_BATCH_COLUMNS]
     return as_run_by(pl.concat([thinned(one.rows).select(batches) for one in sources]), context)
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-from tracefit.coefficients.documents import Answer, Criterion, Verdict
+from tracefit.coefficients.documents import Criterion, Verdict, VerdictAnswer
 from tracefit.errors import UsageError, did_you_mean
 from tracefit.fit.noise import ABOUT
 from tracefit.fit.splits import FEW_ROWS, TRAIN_SHARE
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from tracefit.results.replays import RunReplay
     from tracefit.results.requests import RequestGroup
 
-_RANK: dict[Answer, int] = {"yes": 0, "with limits": 1, "no": 2}
+_ANSWER_RANK: dict[VerdictAnswer, int] = {"yes": 0, "with limits": 1, "no": 2}
 
 
 class Measurements(NamedTuple):
@@ -252,7 +252,7 @@ def verdicts_of(
 
 def _verdict(criteria: tuple[Criterion, ...]) -> Verdict:
     """Return the worst answer of the criteria, with the reasons of those that gave it."""
-    worst = max((c.answer for c in criteria), key=_RANK.__getitem__)
+    worst = max((c.answer for c in criteria), key=_ANSWER_RANK.__getitem__)
     reasons = dict.fromkeys(c.reason for c in criteria if c.answer == worst)
     return Verdict(answer=worst, reasons=tuple(reasons), criteria=criteria)
 
@@ -263,7 +263,7 @@ def _criterion(models: Mapping[str, Validation], measured: Measurements, thresho
     entry = next((models[m] for m in measure.models if m in models), None)
     value = None if entry is None else measure.of(entry, measured)
     machine = None
-    answer: Answer
+    answer: VerdictAnswer
     if entry is None:
         answer, reason = "no", f"{measure.models[0]} is not fitted"
     elif value is None:

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 MOST_TRIED = 64
 """Combinations that are tried: each is a transfer and a plan, some seconds."""
-_NAMES = {"gpu": "gpu", "tp": "tp", "tensor_parallel": "tp"}
+_TRY_NAMES = {"gpu": "gpu", "tp": "tp", "tensor_parallel": "tp"}
 
 
 def plan(
@@ -95,8 +95,8 @@ def plan(
         >>> plan.servers, plan.met
         (2, True)
     """
-    places, progress = as_list(folders or ()), progress or NullProgress()
-    if not places and not tries:
+    locations, progress = as_list(folders or ()), progress or NullProgress()
+    if not locations and not tries:
         raise UsageError(
             "no folder is given",
             hint=f"name folders that `tracefit run` wrote, or servers to compute: {named(TryOption)} gpu=H100,H200",
@@ -111,10 +111,10 @@ def plan(
         price=price,
         figure=figure,
     )
-    plans = plans_of(places, asked, deployment=deployment, run=run, progress=progress)
+    plans = plans_of(locations, asked, deployment=deployment, run=run, progress=progress)
     left_out: tuple[str, ...] = ()
     if tries:
-        with tried_servers(places, tries, model_config, force=force, progress=progress) as tried:
+        with tried_servers(locations, tries, model_config, force=force, progress=progress) as tried:
             left_out = tried.left_out
             for name, folder in tried.folders:
                 (one,) = plans_of([folder], asked, progress=progress)
@@ -146,12 +146,12 @@ def parse_tries(texts: Iterable[str]) -> dict[str, tuple[str, ...]]:
     for text in texts:
         name, equals, values = text.partition("=")
         listed = tuple(dict.fromkeys(v.strip() for v in values.split(",") if v.strip()))
-        if not equals or not listed or name.strip() not in _NAMES:
+        if not equals or not listed or name.strip() not in _TRY_NAMES:
             raise UsageError(
                 f"{named(TryOption)} {text}: not of the form NAME=VALUE,VALUE",
                 hint="NAME is gpu or tp; for example gpu=H100,H200 and tp=1,2,4",
             )
-        key = _NAMES[name.strip()]
+        key = _TRY_NAMES[name.strip()]
         tries[key] = tuple(dict.fromkeys((*tries.get(key, ()), *listed)))
     return tries
 

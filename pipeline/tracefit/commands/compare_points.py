@@ -16,7 +16,7 @@ from tracefit.results.models import ComparedLatency, ComparedPoint, CompareResul
 from tracefit.server.hardware import find_gpu
 from tracefit.server.settings import settings_from
 from tracefit.tables.named_models import plain_model_name
-from tracefit.tables.points import LATENCIES, STATISTICS
+from tracefit.tables.points import POINT_LATENCIES, STATISTICS
 from tracefit.tables.store import TableStore
 from tracefit.text import in_words, plural
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from tracefit.replay.plan import Fleet
 
 _MOST_POINTS = 200
-_MOST_NAMED = 8
+_MOST_NAMED_POINTS = 8
 _NO_GAPS = "percentiles of the time between two single tokens are not predicted where a step gives several: only its mean is compared"
 
 
@@ -217,9 +217,9 @@ def _scalar(value: Any) -> Any:
 
 def _notes(rows: list[dict[str, Any]], compared: Sequence[ComparedPoint]) -> list[str]:
     unread = sorted({name for row in rows for name in json.loads(row["unread"] or "[]")})
-    more = f" and {len(unread) - _MOST_NAMED} more" if len(unread) > _MOST_NAMED else ""
+    more = f" and {len(unread) - _MOST_NAMED_POINTS} more" if len(unread) > _MOST_NAMED_POINTS else ""
     notes = (
-        [f"{plural(len(unread), 'column')} not read: {', '.join(unread[:_MOST_NAMED])}{more}"]
+        [f"{plural(len(unread), 'column')} not read: {', '.join(unread[:_MOST_NAMED_POINTS])}{more}"]
         if unread
         else []
     )
@@ -252,7 +252,7 @@ def _compared(number: int, row: dict[str, Any], servers: _Servers) -> ComparedPo
         else:
             quantities = tuple(
                 _beside(f"{latency}_{statistic}", float(measured), value)
-                for latency in LATENCIES
+                for latency in POINT_LATENCIES
                 for statistic in STATISTICS
                 if (measured := row[f"{latency}_{statistic}_us"]) is not None
                 and (value := predicted[latency].statistic_us(statistic)) is not None

@@ -32,12 +32,12 @@ if TYPE_CHECKING:
     from tracefit.results.plans import Objective, ServerPlan
     from tracefit.statistics import Integers
 
-_SAMPLED = 50_000
+_MOST_DRAWN_REQUESTS = 50_000
 """Requests of the day from which the capacity is computed."""
 _MOST_WINDOWS = 3_000
 _SPARES_PCT = (0.0, 10.0, 25.0, 50.0, 100.0)
 """Spare servers that are tried for a scaler, in percent."""
-_ROUTED = {
+_ROUTED_DAY = {
     "random": "requests go to servers at random, so that one server's day is the file's own requests, thinned; replays of some servers stand "
     "for all",
     "round_robin": "requests go to servers in turn; replays of some servers stand for all",
@@ -50,7 +50,7 @@ _ASSUMED = (
 
 
 @dataclass(frozen=True, slots=True)
-class AskedDay:
+class DayQuestion:
     """A file of arrivals to plan for.
 
     Attributes:
@@ -67,7 +67,7 @@ class AskedDay:
 
 
 def day_server(
-    server: Fleet, day: AskedDay, longest_tokens: float | None
+    server: Fleet, day: DayQuestion, longest_tokens: float | None
 ) -> tuple[Fleet, DayLoad, str | None]:
     """Return a server with the requests of a day to draw from, those that it takes, and a note on the others.
 
@@ -93,11 +93,15 @@ def day_server(
         raise DataError(
             f"every request is longer than the server takes, {longest_tokens:,.0f} tokens", where=day.file
         )
-    return Fleet(server.deployment, server.server, server.settings, load.sample(_SAMPLED)), load, note
+    return (
+        Fleet(server.deployment, server.server, server.settings, load.sample(_MOST_DRAWN_REQUESTS)),
+        load,
+        note,
+    )
 
 
 def with_day(
-    plan: ServerPlan, fleet: Fleet, load: DayLoad, day: AskedDay, errors: Mapping[str, float]
+    plan: ServerPlan, fleet: Fleet, load: DayLoad, day: DayQuestion, errors: Mapping[str, float]
 ) -> ServerPlan:
     """Return a plan with its answer for a file of arrivals.
 
@@ -159,7 +163,7 @@ def with_day(
         servers_likely=sure.likely,
         met=not answer.windows_missed,
         day=answer,
-        notes=(*missed, *sure.notes, *plan.notes, _ROUTED[day.router], *_ASSUMED),
+        notes=(*missed, *sure.notes, *plan.notes, _ROUTED_DAY[day.router], *_ASSUMED),
     )
 
 

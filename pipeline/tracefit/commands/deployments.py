@@ -62,13 +62,13 @@ def load_deployment(store: TableStore, run_ids: Sequence[str]) -> DeploymentTabl
     return deployment_tables([frames_of(store, run_id).tables for run_id in sorted(run_ids)])
 
 
-MOST_ROWS = 2_000_000
+MOST_TRAINING_ROWS = 2_000_000
 """Steps and events of the runs of a deployment that are trained on together: about 1 KB of memory each.
 
 A fit needs a few ten thousand rows; the rest makes its errors known by run and by load.
 """
 
-MOST_RUNS = 500
+MOST_TRAINING_RUNS = 500
 """Runs that are trained on together: some measures are taken run by run, and two thousand take a quarter of an hour."""
 
 

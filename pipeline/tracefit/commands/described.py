@@ -30,8 +30,8 @@ SERVER_FILE = "server.json"
 
 NOTE = "fitted to the steps that the transferred model predicts, not to measured ones: the errors are only those of the form"
 
-_RUN = "described"
-_BATCHES, _CONTEXTS, _PROMPTS = 24, 5, 12
+_DESCRIBED_RUN = "described"
+_BATCHES, _CONTEXT_LENGTHS, _PROMPTS = 24, 5, 12
 _UNKNOWN_SEQS, _UNKNOWN_TOKENS = 256, 2048
 _MOST_CONTEXT = 8192
 
@@ -68,7 +68,7 @@ def _grid(models: DeploymentModels, deployment: Deployment) -> pl.DataFrame:
     seqs, budget = settings.max_num_seqs or _UNKNOWN_SEQS, settings.max_num_batched_tokens or _UNKNOWN_TOKENS
     longest = min(settings.max_model_len or _MOST_CONTEXT, _MOST_CONTEXT)
     batches = np.unique(np.geomspace(1, seqs, _BATCHES).astype(int))
-    contexts = np.geomspace(16, longest, _CONTEXTS).astype(int)
+    contexts = np.geomspace(16, longest, _CONTEXT_LENGTHS).astype(int)
     prompts = np.unique(np.geomspace(16, budget, _PROMPTS).astype(int))
     decodes = [(b, c, 0) for b, c in product(batches, contexts)]
     mixed = [(b, c, p) for p, b, c in product(prompts, (0, *batches[::6]), contexts[1::2]) if b + p <= budget]
@@ -97,8 +97,8 @@ def _tables(steps: pl.DataFrame) -> DeploymentTables:
         [
             TABLES["timeline"].empty(),
             steps.with_columns(
-                run_id=pl.lit(_RUN),
-                server=pl.lit(_RUN),
+                run_id=pl.lit(_DESCRIBED_RUN),
+                server=pl.lit(_DESCRIBED_RUN),
                 epoch=pl.lit(0),
                 step_id=pl.int_range(1, steps.height + 1),
                 ts_start_ns=pl.Series(starts),
@@ -125,7 +125,7 @@ def _tables(steps: pl.DataFrame) -> DeploymentTables:
         requests=TABLES["requests"].empty(),
         queue=None,
         counters=counters,
-        lags={(_RUN, _RUN): 0},
+        lags={(_DESCRIBED_RUN, _DESCRIBED_RUN): 0},
         requeue_waits=pl.DataFrame(),
         clock_checks=pl.DataFrame(),
     )

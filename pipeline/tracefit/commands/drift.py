@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 FELT_US = 10_000.0
 """Users do not notice that a request starts or ends so much sooner or later."""
 
-MOST_COMPARED = 4_000
+MOST_COMPARED_STEPS = 4_000
 """Requests that are replayed, at up to four speeds each, over all runs: some seconds."""
 
 _MOST_BEYOND_PCT = 10.0
@@ -202,12 +202,12 @@ def _verdict(
         *((each.verdict, _latency_text(each)) for each in latencies),
     ]
     if not evidence:
-        return "unknown", (_NOTHING,)
+        return "unknown", (_NOTHING_TO_REPLAY,)
     worst = min((verdict for verdict, _ in evidence), key=_WORST_FIRST.index)
     return worst, tuple(text for verdict, text in evidence if verdict == worst != "good")
 
 
-_NOTHING = (
+_NOTHING_TO_REPLAY = (
     "no run can be replayed, and no model here has an effect that users feel: compare with beta.json too, and ingest traces of "
     "requests with a server's max_num_seqs and max_num_batched_tokens"
 )
@@ -285,10 +285,10 @@ def _latencies(
     latencies: list[LatencyDrift] = []
     notes: dict[str, list[str]] = {}
     compared = 0
-    chosen = {*members[:: -(-len(members) // _MOST_RUNS)]}
+    chosen = {*members[:: -(-len(members) // _MOST_CHECKED_RUNS)]}
     for run_id in members:
-        if run_id not in chosen or compared >= MOST_COMPARED:
-            most = f"a check replays {_MOST_RUNS} runs and {MOST_COMPARED:,} requests"
+        if run_id not in chosen or compared >= MOST_COMPARED_STEPS:
+            most = f"a check replays {_MOST_CHECKED_RUNS} runs and {MOST_COMPARED_STEPS:,} requests"
             notes.setdefault(most, []).append(run_id)
             continue
         speed = speeds.get(run_id, _Speed())
@@ -306,7 +306,7 @@ def _latencies(
     return latencies, [plain(not_replayed(runs, reason)) for reason, runs in notes.items()]
 
 
-_MOST_RUNS = 50
+_MOST_CHECKED_RUNS = 50
 _FELT = {f"{name}_p{q}_us": name for name in ("ttft", "itl", "e2e") for q in (50, 90)}
 """Percentiles that decide, and their latency."""
 
@@ -477,7 +477,7 @@ def _speed_explains(alike: _Alike, actual: Vector, speeds: Mapping[str, _Speed],
     )
 
 
-_PARTS = 10
+_DRIFT_PARTS = 10
 
 
 def _errors_of_tenths(rows: pl.DataFrame, actual: Vector, predicted: Vector) -> Vector:
@@ -501,7 +501,7 @@ _THROUGHOUT = 2 / 3
 
 
 def _tenth() -> pl.Expr:
-    return (pl.col("ts_ns").rank("ordinal").over(SERVER) - 1) * _PARTS // pl.len().over(SERVER)
+    return (pl.col("ts_ns").rank("ordinal").over(SERVER) - 1) * _DRIFT_PARTS // pl.len().over(SERVER)
 
 
 def _alike(model: Model, deployment: Deployment, tables: DeploymentTables) -> _Alike:
@@ -573,4 +573,4 @@ def _by_clock(model: BoundaryModel, rows: pl.DataFrame, tables: DeploymentTables
 
 def _all_new(rows: pl.DataFrame) -> pl.DataFrame:
     # Without idle gaps and epoch boundaries, on which the old file was not trained either.
-    return rows.filter(~splits.is_excluded(splits.ALWAYS))
+    return rows.filter(~splits.is_excluded(splits.LEFT_OUT_ALWAYS))

@@ -13,7 +13,7 @@ from tracefit.commands.described import NOTE, described_tables
 from tracefit.commands.locate import choose_deployment, trained_tables
 from tracefit.consumers.base import OUT, Source
 from tracefit.errors import DataError, UsageError, known_names
-from tracefit.inputs.buckets import place_of
+from tracefit.inputs.buckets import location_of
 from tracefit.options import (
     ConsumerOption,
     ConsumerVersionOption,
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 # A number of millions of digits takes minutes to convert.
 _MOST_DIGITS = 6
 _BELOW_STEPS = "its tables are per operator, finer than a trace of steps can resolve"
-_REFUSED = {
+_REFUSED_EXPORTS = {
     **dict.fromkeys(("vidur", "llmservingsim"), _BELOW_STEPS),
     "aiconfigurator": f"{_BELOW_STEPS}; its tables of whole passes are those of AISimulate, {{to}} aisimulate",
     "wva": "since 2026 it learns its parameters online, and no configuration takes any; it takes targets of TTFT and ITL",
@@ -74,14 +74,16 @@ def export(
         >>> [path.name for path in tracefit.export("out/", to="csv", out="csv/").files]
         ['coefficients.csv']
     """
-    if to.lower() in _REFUSED:
-        raise DataError(f"{to} cannot be served: {_REFUSED[to.lower()].format(to=named(ConsumerOption))}")
+    if to.lower() in _REFUSED_EXPORTS:
+        raise DataError(
+            f"{to} cannot be served: {_REFUSED_EXPORTS[to.lower()].format(to=named(ConsumerOption))}"
+        )
     version = _version_of(to, consumer_version)
     loaded = load(find_models(models))
     chosen = loaded.deployment(choose_deployment(loaded, deployment, run))
-    source = Source(chosen, lambda: _trained_on(chosen, place_of(models), tables), version)
+    source = Source(chosen, lambda: _trained_on(chosen, location_of(models), tables), version)
     made = consumers.CONSUMERS[to](source)
-    paths = {place_of(out) / name: content for name, content in made.files.items()}
+    paths = {location_of(out) / name: content for name, content in made.files.items()}
     write_files(paths)
     folder = shlex.quote(str(out).rstrip("/") or "/")
     # A consumer whose form needs no refit takes the coefficient files as they are.

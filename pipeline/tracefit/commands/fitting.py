@@ -9,8 +9,8 @@ import polars as pl
 
 from tracefit import memory
 from tracefit.commands.deployments import (
-    MOST_ROWS,
-    MOST_RUNS,
+    MOST_TRAINING_ROWS,
+    MOST_TRAINING_RUNS,
     deployments_of,
     sample_runs,
     sampling_note,
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from tracefit.progress import Progress
     from tracefit.tables.store import TableStore
 
-_NAMED_RUNS = 3
+_MOST_NAMED_RUNS = 3
 
 FEW_TOO_FAST = 0.01
 """Share of steps faster than the GPU up to which they are only counted: a stamp may be late now and then."""
@@ -76,7 +76,7 @@ def _sampled(
     sampled: list[str] = []
     notes: dict[str, tuple[str, ...]] = {}
     for deployment, members in deployments_of(runs, str(store.root)):
-        chosen = sample_runs(runs, members, most_rows=MOST_ROWS, most_runs=MOST_RUNS)
+        chosen = sample_runs(runs, members, most_rows=MOST_TRAINING_ROWS, most_runs=MOST_TRAINING_RUNS)
         sampled += chosen
         if len(chosen) < len(members):
             note = sampling_note(len(chosen), len(members))
@@ -109,7 +109,7 @@ def _warn_of_bare(runs: pl.DataFrame, progress: Progress) -> None:
         )
 
 
-_PARTS = 2
+_FITTING_PARTS = 2
 """Parts of the work on a deployment that take about as long: its fits, and its replays with the page."""
 
 
@@ -127,7 +127,7 @@ def fit_runs(
     how = deployment_options(options)
     deployments = []
     grouped = deployments_of(runs, str(store.root))
-    progress.expect_parts(_PARTS * len(grouped))
+    progress.expect_parts(_FITTING_PARTS * len(grouped))
     for deployment, members in grouped:
         progress.stage(f"fitting {deployment.deployment_id} ({some_runs(members)})")
         frames = dict(each_run(engine, frames_of, store, members))
@@ -174,5 +174,5 @@ def deployment_options(options: TrainOptions) -> DeploymentOptions:
 
 def some_runs(run_ids: Sequence[str]) -> str:
     """Name some runs in a line: the first ones, and how many more there are."""
-    rest = len(run_ids) - _NAMED_RUNS
-    return ", ".join(run_ids[:_NAMED_RUNS]) + (f" and {rest} more" if rest > 0 else "")
+    rest = len(run_ids) - _MOST_NAMED_RUNS
+    return ", ".join(run_ids[:_MOST_NAMED_RUNS]) + (f" and {rest} more" if rest > 0 else "")

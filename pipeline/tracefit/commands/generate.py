@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tracefit.inputs.buckets import place_of
+from tracefit.inputs.buckets import location_of
 from tracefit.progress import NullProgress, Progress
 from tracefit.results.models import SynthResult
 from tracefit.synth import SynthOptions, synth, write_run
@@ -34,7 +34,7 @@ def generate(
     Raises:
         UsageError: An option is out of range, or the folder cannot be written.
     """
-    folder = place_of(out)
+    folder = location_of(out)
     (progress or NullProgress()).stage(f"generating {options.name}")
     run = synth(options)
     first = write_run(

@@ -44,8 +44,8 @@ from tracefit.reports.facts import RAISE_EVENT_LIMIT, dropped_events
 from tracefit.results.traces import IngestPlan, IngestResult, PlannedFile, RunSummary
 from tracefit.server.context import RunContext, deployment_of, read_context
 from tracefit.server.documents import excerpt, parse_yaml, read_bytes
-from tracefit.server.server_log import MARKS, starts_of
-from tracefit.server.settings import SETTINGS, ServerSettings, canonical_name, settings_from
+from tracefit.server.server_log import LOG_MARKS, starts_of
+from tracefit.server.settings import SETTING_NAMES, ServerSettings, canonical_name, settings_from
 from tracefit.tables.client_times import UNMATCHED
 from tracefit.tables.disk import disk_errors
 from tracefit.tables.named_models import NamedModel, model_doubts
@@ -65,13 +65,13 @@ if TYPE_CHECKING:
     from tracefit.server.server_log import ServerStart
     from tracefit.tables.named_models import ModelDoubts
 
-_MOST_REASONS = 6
+_MOST_REJECT_REASONS = 6
 
 _OF_RUN = ("files", "bytes", "other_spans", "duplicate_spans", "rejects")
 _OF_SERVER = ("spans", "dropped_events", "epochs", "steps", "requests", "lost_steps")
 """Counts of the `runs` table, which has a row per server: those of the run are in every row."""
 
-_CLOCK = ("api_clock_ahead_us", "api_clock_error_us")
+_CLOCK_COLUMNS = ("api_clock_ahead_us", "api_clock_error_us")
 
 
 def ingest(
@@ -178,11 +178,11 @@ def ingest_inputs(
     with ExitStack() as folder, engine as workplace:
         folder.enter_context(disk_errors(store.root))
         # A bucket has no lock to hold, only copies of its objects.
-        owner = held if held is not None and store.place.has_lock else folder
+        owner = held if held is not None and store.storage.has_lock else folder
         owner.enter_context(store.lock(progress))
         folder.enter_context(store.removing_leftovers())
         runs = [RunIngest(source, context) for source, context in zip(inputs.runs, contexts, strict=True)]
-        with store.place.scratch() as scratch:
+        with store.storage.scratch() as scratch:
             IngestScheduler(runs, store, scratch, workplace, options, progress).ingest_all()
     # A failed run does not affect the others; if every run fails, the first error is the command's.
     failed = [run.failed for run in runs if run.failed is not None]
@@ -198,7 +198,7 @@ def ingest_inputs(
         "unread",
         "models",
         "dialects",
-        *_CLOCK,
+        *_CLOCK_COLUMNS,
         *_OF_RUN,
         *_OF_SERVER,
     )
@@ -262,7 +262,7 @@ def _contexts(sources: Sequence[RunSource], server: ServerOptions) -> list[RunCo
     return contexts
 
 
-_RECORDS = re.compile(r"traces|\.(jsonl?|ndjson|binpb|pb|proto|otlp|parquet|csv)(\.|$)")
+_RECORD_FILES = re.compile(r"traces|\.(jsonl?|ndjson|binpb|pb|proto|otlp|parquet|csv)(\.|$)")
 """Names of files that are not a server's log, beside those of recordings. A log may have any other."""
 
 _MOST_LOG_BYTES = 64 << 20
@@ -274,9 +274,9 @@ def _starts_of(source: RunSource) -> list[ServerStart]:
     recorded = [recording.file_name for recording in RECORDINGS.values() if recording.file_name]
     for file in source.trace_files:
         name = PurePath(file.path).name.lower()
-        if not (_RECORDS.search(name) or any(begin in name for begin in recorded)):
+        if not (_RECORD_FILES.search(name) or any(begin in name for begin in recorded)):
             with suppress(UsageError):  # it is reported where it is read
-                starts += starts_of(lines_with(file, MARKS, most_bytes=_MOST_LOG_BYTES))
+                starts += starts_of(lines_with(file, LOG_MARKS, most_bytes=_MOST_LOG_BYTES))
     return starts
 
 
@@ -319,7 +319,7 @@ def _model_warnings(run: RunIngest, models: str | None) -> list[str]:
 def _clocks_ahead(rows: pl.DataFrame) -> dict[str, list[tuple[str, float, float]]]:
     """Return the servers of each run whose API has another clock than the core, how far it is ahead and to what error (us)."""
     clocks_of: dict[str, list[tuple[str, float, float]]] = {}
-    for run_id, *clock in rows.select("run_id", "server", *_CLOCK).drop_nulls().iter_rows():
+    for run_id, *clock in rows.select("run_id", "server", *_CLOCK_COLUMNS).drop_nulls().iter_rows():
         clocks_of.setdefault(run_id, []).append(tuple(clock))
     return clocks_of
 
@@ -380,8 +380,8 @@ def _rules(implausible: str) -> str:
     rules: dict[str, int] = json.loads(implausible)
     rules.pop(SHARED_NAME, None)
     ordered = sorted(rules.items(), key=lambda rule: (-rule[1], rule[0]))
-    listed = [f"{count:,} {rule}" for rule, count in ordered[:_MOST_REASONS]]
-    return ", ".join([*listed, *(["…"] if len(ordered) > _MOST_REASONS else [])])
+    listed = [f"{count:,} {rule}" for rule, count in ordered[:_MOST_REJECT_REASONS]]
+    return ", ".join([*listed, *(["…"] if len(ordered) > _MOST_REJECT_REASONS else [])])
 
 
 def _reasons(store: TableStore, run_id: str) -> str:
@@ -392,8 +392,8 @@ def _reasons(store: TableStore, run_id: str) -> str:
         ~pl.col("reason").is_in(list(rules))
     )
     totals = rejects.group_by("reason").agg(pl.col("count").sum()).sort(-pl.col("count"), "reason")
-    listed = [f"{count:,} {reason}" for reason, count in totals.head(_MOST_REASONS).iter_rows()]
-    return ", ".join([*listed, *(["…"] if totals.height > _MOST_REASONS else [])])
+    listed = [f"{count:,} {reason}" for reason, count in totals.head(_MOST_REJECT_REASONS).iter_rows()]
+    return ", ".join([*listed, *(["…"] if totals.height > _MOST_REJECT_REASONS else [])])
 
 
 def stated_settings(server: ServerOptions) -> ServerSettings:
@@ -433,7 +433,7 @@ def _require_no_typo(key: str) -> None:
     """Refuse a key that is nearly that of a setting; any other is kept as a fact of the deployment."""
     name = canonical_name(key)
     # A cutoff this high catches typos and lets settings of newer servers pass.
-    meant = None if name in SETTINGS else did_you_mean(name, SETTINGS, cutoff=0.85)
+    meant = None if name in SETTING_NAMES else did_you_mean(name, SETTING_NAMES, cutoff=0.85)
     if meant:
         raise UsageError(
             f"{named(ServerOptions, 'settings')} {excerpt(key.strip())}: no such setting", hint=meant
@@ -458,7 +458,9 @@ def plan_ingest(
 def _planned(source: RunSource, store: TableStore, options: IngestOptions) -> Iterator[PlannedFile]:
     manifest = store.manifest()
     run_id = resolve_run_id(manifest, source)
-    usable = usable_files(manifest.runs.get(run_id), hash_of_kept(options), lambda: staged_parts(store.place))
+    usable = usable_files(
+        manifest.runs.get(run_id), hash_of_kept(options), lambda: staged_parts(store.storage)
+    )
     for file in source.trace_files:
         contents, entry = inspect_file(file), usable.get(file.key)
         # A file in a bucket that was written again may be the same all the same.

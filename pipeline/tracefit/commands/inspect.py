@@ -45,10 +45,10 @@ from tracefit.server.settings import (
     journey_remedy,
     step_remedy,
 )
-from tracefit.tables.dialects import CLIENT, SGLANG, dialect_of, is_known
+from tracefit.tables.dialects import CLIENT, SGLANG_DIALECT, dialect_of, is_known
 from tracefit.tables.health import Check, health_checks
 from tracefit.tables.runs import are_stock, step_counters
-from tracefit.tables.sources import ADJACENT, REQUEST, SOURCES, is_from
+from tracefit.tables.sources import ADJACENT, REQUEST_SOURCE, SOURCES, is_from
 from tracefit.tables.store import TableStore
 from tracefit.timeline import (
     clock_disagreements,
@@ -68,7 +68,7 @@ if TYPE_CHECKING:
     from tracefit.server.context import Deployment, RunContext
 
 
-_READ = ("runs", "spans", "journey_events", "requests", "steps", "timeline", "request_snapshots")
+_TABLES_READ = ("runs", "spans", "journey_events", "requests", "steps", "timeline", "request_snapshots")
 """Tables that facts and evidence are taken from, read run by run."""
 
 
@@ -154,7 +154,7 @@ def _inspect_tables(
         hits: dict[str, float] = {}
         for run_id in members:
             progress.stage(f"inspecting {run_id}")
-            tables = {name: store.read(name, [run_id]) for name in _READ}
+            tables = {name: store.read(name, [run_id]) for name in _TABLES_READ}
             facts[run_id] = _run_facts(run_id, deployment, tables, files.get(run_id, ()))
             evidence.update(_evidence(tables))
             settings = deployment.context.settings
@@ -175,7 +175,7 @@ def _inspect_tables(
 def _whole_prompts(tables: Mapping[str, pl.DataFrame]) -> dict[str, float]:
     """Return the servers whose spans show prefix-cache hits, as training finds them: tokens of prompts that are surely whole."""
     timeline = tables["timeline"]
-    if REQUEST.name not in timeline["cycle_source"]:
+    if REQUEST_SOURCE.name not in timeline["cycle_source"]:
         return {}
     lags = execution_lags(timeline, events_of(tables["requests"]))
     ahead = {(run_id, server): lag for run_id, server, lag in lags.iter_rows()}
@@ -251,7 +251,7 @@ def _evidence(tables: Mapping[str, pl.DataFrame]) -> Evidence:
         timeline_steps=timeline.height,
         requests=requests.height,
         instrumented_runs=int(not are_stock(tables["runs"])),
-        requests_of_sglang=requests.filter(dialect=SGLANG).height,
+        requests_of_sglang=requests.filter(dialect=SGLANG_DIALECT).height,
         requests_of_clients=requests.filter(dialect=CLIENT).height,
         # Only complete journeys give the running requests of every step.
         complete_runs=int(timeline["running_after"].is_not_null().any()),
@@ -357,7 +357,7 @@ def _composition(e: Evidence, hits: Mapping[str, float]) -> _Judgement:
             f"{_share(e['agreeing_steps'], e['compared_steps'])} of sampled steps agree with their summary"
         )
         counted = "the times of the requests (assumed: every request has a span)"
-        source = counted if e[REQUEST.name] else "complete journeys"
+        source = counted if e[REQUEST_SOURCE.name] else "complete journeys"
         return "yes", f"every step, from {source}" + (f"; {agree}" if e["compared_steps"] else "")
     if e["logged_steps"] and e["logged_steps"] == e["timeline_steps"]:
         return "yes", "every step, from the lines of the log"
@@ -390,7 +390,7 @@ def _queue_state(e: Evidence) -> _Judgement:
     if e["complete_runs"] and e["complete_runs"] == e["runs"]:
         return (
             "yes",
-            f"exact, from {'steps counted from requests' if e[REQUEST.name] else 'complete journeys'}",
+            f"exact, from {'steps counted from requests' if e[REQUEST_SOURCE.name] else 'complete journeys'}",
         )
     if e["steps"]:
         return (

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from tracefit.coefficients.files import find_models, read_evaluation
 from tracefit.errors import UsageError, did_you_mean, known_names
-from tracefit.inputs.buckets import BucketPath, place_of
+from tracefit.inputs.buckets import BucketPath, location_of
 from tracefit.options import DeploymentOption, TablesOption, named
 
 if TYPE_CHECKING:
@@ -33,14 +33,14 @@ def is_tables(path: str | Path) -> bool:
     """Say whether a path is a folder of tables with at least one run."""
     from tracefit.tables.store import TableStore  # noqa: PLC0415
 
-    folder = place_of(path)
+    folder = location_of(path)
     # In a bucket, only the manifest is read.
     return (isinstance(folder, BucketPath) or folder.is_dir()) and bool(TableStore(folder).runs())
 
 
 def find_tables(path: str | Path) -> Path:
     """Return the tables folder that a path stands for: itself, or `tables/` below it."""
-    path = place_of(path)
+    path = location_of(path)
     return path / "tables" if not is_tables(path) and is_tables(path / "tables") else path
 
 

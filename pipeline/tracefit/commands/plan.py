@@ -16,14 +16,14 @@ import polars as pl
 
 from tracefit.coefficients.files import find_models
 from tracefit.coefficients.models import load
-from tracefit.commands.day import AskedDay, day_server, refuse_options, with_day
+from tracefit.commands.day import DayQuestion, day_server, refuse_options, with_day
 from tracefit.commands.locate import choose_deployment, published_replays, tables_of
 from tracefit.commands.predict import read_rows
 from tracefit.commands.prices import Prices, checked_prices, price_of
 from tracefit.commands.recorded import carried, complete_requests, is_whole
 from tracefit.commands.timed_requests import read_timed_requests
 from tracefit.errors import DataError, TracefitError, UsageError, did_you_mean
-from tracefit.models.targets import LATENCIES
+from tracefit.models.targets import LATENCY_TITLES
 from tracefit.options import (
     CalibrateOption,
     ChangesOption,
@@ -85,8 +85,8 @@ if TYPE_CHECKING:
 
 
 _NOT_REPLAYED = "no run was replayed in a closed loop: intervals come only from the step time"
-_POINTS = tuple(f"{latency}_p{q}_ms" for latency in LATENCIES for q in (50, 90, 99))
-_NAME = re.compile(r"(ttft|itl|e2e)_p(\d{1,2}(?:\.\d{1,3})?)")
+_SLO_POINTS = tuple(f"{latency}_p{q}_ms" for latency in LATENCY_TITLES for q in (50, 90, 99))
+_SLO_NAME = re.compile(r"(ttft|itl|e2e)_p(\d{1,2}(?:\.\d{1,3})?)")
 _ArrivalsOption = Literal["poisson", "traced"]
 _DAY = ("window_s", "scale_up_s", "scale_step")
 _GROWS = (
@@ -109,7 +109,7 @@ MOST_DEPLOYMENTS = 4
 _OF_A_REPORT = 600
 """Requests of one replay for a report: half as exact as a plan, and twice as quick."""
 _OWN = "step times are those of {now}: `tracefit transfer` computes those of another server, or record one; then plan with its folder beside this one"
-_REFUSED: Mapping[str, str] = {
+_REFUSED_SETTINGS: Mapping[str, str] = {
     **dict.fromkeys(
         (
             *("model", "gpu", "tensor_parallel", "pipeline_parallel", "enable_expert_parallel", "dtype"),
@@ -142,14 +142,14 @@ def asked_for(
     day: DayOptions | None,
     price: Prices,
     figure: str | Path | None,
-) -> Asked:
+) -> PlanQuestion:
     """Return a question, checked, with the requests of a file of arrivals.
 
     Raises:
         UsageError: An option or an objective is wrong, or the file.
         DataError: The file has no request that is usable.
     """
-    asked = Asked(
+    asked = PlanQuestion(
         rate,
         servers,
         _objectives(slo_ms or {}),
@@ -171,7 +171,7 @@ def asked_for(
             {n: getattr(asked.requests, n) for n in ("prompt", "output")},
         )
         timed = read_timed_requests(file, lengths)
-        asked = replace(asked, day=AskedDay(timed, file.name, day or DayOptions(), asked.requests.router))
+        asked = replace(asked, day=DayQuestion(timed, file.name, day or DayOptions(), asked.requests.router))
     if figure is not None and Path(figure).suffix != ".html":
         raise UsageError(
             f"{named(FigureOption)} {figure}: a figure is a page", hint="give it a name that ends in .html"
@@ -180,8 +180,8 @@ def asked_for(
 
 
 def plans_of(
-    places: Sequence[str | Path],
-    asked: Asked,
+    locations: Sequence[str | Path],
+    asked: PlanQuestion,
     *,
     deployment: str | None = None,
     run: str | None = None,
@@ -193,7 +193,7 @@ def plans_of(
         UsageError: A folder is wrong, or a setting changes what the models cannot predict.
     """
     plans: list[ServerPlan] = []
-    for folder in places:
+    for folder in locations:
         models = load(find_models(folder))
         chosen = choose_deployment(models, deployment, run)
         for deployment_id in [models.deployment(chosen).deployment_id] if chosen else models.deployment_ids:
@@ -202,7 +202,7 @@ def plans_of(
     return plans
 
 
-def ranked(plans: Sequence[ServerPlan], asked: Asked) -> tuple[RankedServers, ...]:
+def ranked(plans: Sequence[ServerPlan], asked: PlanQuestion) -> tuple[RankedServers, ...]:
     """Return the kinds of server that carry a rate, the cheapest first: by price, or by GPUs where some price is not stated."""
     if (asked.rate is None and asked.day is None) or asked.servers is not None or len(plans) < 2:
         return ()
@@ -274,7 +274,7 @@ def draw_plans(plans: Iterable[ServerPlan], path: Path) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class PlanQuestion:
     """A question to a plan; see `candidates.plan`."""
 
     rate: float | None
@@ -283,13 +283,13 @@ class Asked:
     settings: dict[str, object]
     requests: LoadOptions
     price: Prices
-    day: AskedDay | None = None
+    day: DayQuestion | None = None
 
 
 def _objectives(slo_ms: Mapping[str, float]) -> tuple[Objective, ...]:
     objectives = []
     for name, limit in slo_ms.items():
-        match = _NAME.fullmatch(name.removesuffix("_ms"))
+        match = _SLO_NAME.fullmatch(name.removesuffix("_ms"))
         if match is None or not float(match[2]) > 0 or not 0 < limit < math.inf:
             raise UsageError(
                 f"{named(ObjectivesOption)} {name}={limit:g}: no objective",
@@ -299,7 +299,7 @@ def _objectives(slo_ms: Mapping[str, float]) -> tuple[Objective, ...]:
     return tuple(objectives)
 
 
-def _check(asked: Asked) -> None:
+def _check(asked: PlanQuestion) -> None:
     is_day = asked.requests.arrivals not in get_args(_ArrivalsOption)
     if asked.rate is None and asked.servers is None and not is_day:
         raise UsageError(f"neither {named(RateOption)} nor {named(ServerCountOption)} is given")
@@ -350,7 +350,7 @@ def _check(asked: Asked) -> None:
 # -- one kind of server ----------------------------------------------------------------------------------
 
 
-def _planned(folder: str | Path, deployment: DeploymentModels, asked: Asked) -> ServerPlan:
+def _planned(folder: str | Path, deployment: DeploymentModels, asked: PlanQuestion) -> ServerPlan:
     """Plan one deployment; the plan has the reason where the data support none, a wrong question is an error."""
     gpus = int((deployment.limit("tensor_parallel") or 1) * (deployment.limit("pipeline_parallel") or 1))
     plan_ = ServerPlan(
@@ -378,7 +378,7 @@ def _planned(folder: str | Path, deployment: DeploymentModels, asked: Asked) -> 
             drafts=requests.drafts,
             notes=(*notes, *_notes_on(requests.drafts), *without),
         )
-        return _answered(plan_, fleet, asked, _errors(replays, _names(asked, fleet)))
+        return _with_servers(plan_, fleet, asked, _errors(replays, _names(asked, fleet)))
     except UsageError:
         raise
     except TracefitError as error:
@@ -389,7 +389,7 @@ def _for_a_day(
     plan_: ServerPlan,
     store: TableStore | None,
     deployment: DeploymentModels,
-    asked: Asked,
+    asked: PlanQuestion,
     changes: Mapping[str, object],
 ) -> ServerPlan:
     """Plan one deployment for a file of arrivals."""
@@ -517,7 +517,9 @@ def rates_of(store: TableStore, models: Models, replays: Sequence[RunReplay]) ->
     return rates
 
 
-def _answered(plan_: ServerPlan, fleet: Fleet, asked: Asked, errors: Mapping[str, float]) -> ServerPlan:
+def _with_servers(
+    plan_: ServerPlan, fleet: Fleet, asked: PlanQuestion, errors: Mapping[str, float]
+) -> ServerPlan:
     objectives, names, rate = asked.objectives, _names(asked, fleet), asked.rate
     servers = asked.servers or max(1, math.ceil((rate or 0.0) / (0.8 * fleet.capacity)))
     curve = curve_of(fleet, servers, errors)
@@ -628,10 +630,10 @@ def _limits_of(fleet: Fleet) -> Iterator[str]:
 def _names_of(sample: TrafficSample, more: Iterable[str] = ()) -> tuple[str, ...]:
     # With one token there is no time between two.
     has_itl = np.percentile(sample.output_tokens, 95) > 1
-    return tuple(n for n in dict.fromkeys((*_POINTS, *more)) if has_itl or not n.startswith("itl"))
+    return tuple(n for n in dict.fromkeys((*_SLO_POINTS, *more)) if has_itl or not n.startswith("itl"))
 
 
-def _names(asked: Asked, fleet: Fleet) -> tuple[str, ...]:
+def _names(asked: PlanQuestion, fleet: Fleet) -> tuple[str, ...]:
     kept = _names_of(fleet.sample, (o.name for o in asked.objectives))
     transfer = fleet.deployment.step_model.transfer
     if transfer is not None and not transfer.has_prompts:
@@ -697,12 +699,13 @@ def _changes(deployment: DeploymentModels, settings: Mapping[str, object]) -> di
             changes[name] = value
             continue
         stated = f"{name} {now}" if now is not None else f"the {name} that was recorded"
-        reason = _REFUSED.get(name, "no rule of the scheduler and no model reads it").format(
+        reason = _REFUSED_SETTINGS.get(name, "no rule of the scheduler and no model reads it").format(
             now=stated, servers=named(ServerCountOption)
         )
         hint = did_you_mean(name, PLANNED_SETTINGS) or f"a plan answers for {', '.join(PLANNED_SETTINGS)}"
         raise UsageError(
-            f"{named(ChangesOption)} {key}={value}: {reason}", hint=None if name in _REFUSED else hint
+            f"{named(ChangesOption)} {key}={value}: {reason}",
+            hint=None if name in _REFUSED_SETTINGS else hint,
         )
     return changes
 

@@ -18,7 +18,7 @@ import yaml
 from tracefit.coefficients.models import Models, load
 from tracefit.commands.ingest import stated_settings
 from tracefit.errors import UsageError
-from tracefit.inputs.buckets import place_of
+from tracefit.inputs.buckets import location_of
 from tracefit.inputs.folders import MODEL_CONFIG_NAME, RUN_CONFIG_NAMES
 from tracefit.models.predict import published_mdape_pct
 from tracefit.options import DeploymentOption, ServerOptions
@@ -43,13 +43,13 @@ if TYPE_CHECKING:
     from tracefit.receive.grpc_server import GrpcServer
     from tracefit.receive.http_server import HttpServer
 
-_CHECK_S = 0.5
+_CHECK_RUNS_S = 0.5
 _TO_FILL_IN = ("model", "gpu", "tensor_parallel", "max_model_len", "max_num_seqs", "max_num_batched_tokens")
 _CONFIG_HEAD = """\
 # What tracefit has to know of the server behind these traces: fill in what is missing.
 # Every setting of `vllm serve` may stand here, under its own name.
 """
-_STATED = "# tracefit receive was started with: "
+_STATED_OPTIONS = "# tracefit receive was started with: "
 """Before the names of the settings that the user stated then, and did not fill in later."""
 
 
@@ -97,7 +97,7 @@ def receive(
     token = Token(options.token_file)
     server = server or ServerOptions()
     _configs(server)  # refused before anything is made
-    root = place_of(out)
+    root = location_of(out)
     try:
         root.mkdir(parents=True, exist_ok=True)
         require_writable(root)
@@ -133,7 +133,7 @@ def _configs(server: ServerOptions) -> dict[str, bytes]:
     if server.gpu is not None:
         known["gpu"] = str(Path(server.gpu).resolve()) if server.gpu.endswith(".json") else server.gpu
     text = yaml.safe_dump(known, sort_keys=False) if known else ""
-    stated_names = f"{_STATED}{json.dumps(list(known))}\n" if known else ""
+    stated_names = f"{_STATED_OPTIONS}{json.dumps(list(known))}\n" if known else ""
     blanks = "".join(f"# {name}:\n" for name in _TO_FILL_IN if name not in known)
     configs = {"exp-config.yaml": f"{_CONFIG_HEAD}{stated_names}{text}{blanks}".encode()}
     if server.model_config is not None:
@@ -175,9 +175,9 @@ def _difference(configs: Mapping[str, bytes], run: Path) -> str:
 def _stated_names(content: bytes) -> set[str]:
     """Return the settings that an earlier start of the receiver stated; none if the file is not of a receiver."""
     for line in content.decode(errors="replace").splitlines():
-        if line.startswith(_STATED):
+        if line.startswith(_STATED_OPTIONS):
             with contextlib.suppress(ValueError, TypeError):
-                return set(map(str, json.loads(line.removeprefix(_STATED))))
+                return set(map(str, json.loads(line.removeprefix(_STATED_OPTIONS))))
     return set()
 
 
@@ -302,7 +302,7 @@ class _Receiver:
 
     async def _watch(self) -> None:
         while True:
-            await asyncio.sleep(_CHECK_S)
+            await asyncio.sleep(_CHECK_RUNS_S)
             self._warn()
             if self._step_model is not None and (steps := self._observed.take_steps()):
                 await asyncio.to_thread(self._step_model.compare, steps)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import polars as pl
 
-from tracefit.replay.closed_loop import ALL_JOURNEYS
+from tracefit.replay.closed_loop import WHOLE_LOOP_SHARE
 from tracefit.replay.plan import CARRIED_S, carried_per_s
 from tracefit.results.requests import RecordedLoad
 from tracefit.tables.schema import ENGINE
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
     from tracefit.tables.store import TableStore
 
-_MOST_REQUESTS = 50_000
+_MOST_RECORDED_REQUESTS = 50_000
 """Most requests of some runs; the latest are taken."""
-_COLUMNS = (
+_RECORDED_COLUMNS = (
     *(*ENGINE, "arrival_ns", "prompt_tokens", "output_tokens", "cached_prompt_tokens", "finish_status"),
     *("finished_ns", "first_token_step", "finished_step", "num_preemptions"),
 )
@@ -31,8 +31,8 @@ def complete_requests(store: TableStore, runs: Iterable[str]) -> pl.DataFrame:
     """Return the requests of some runs that ran to their end and have lengths; `sampling` is the share that was traced."""
     known = pl.col("arrival_ns", "prompt_tokens", "output_tokens").is_not_null()
     complete = pl.col("finish_status").fill_null("stopped").is_in(["stopped", "length"])
-    rows = store.read("requests", list(runs), _COLUMNS).filter(pl.all_horizontal(known), complete)
-    rows = rows.sort(*ENGINE, "arrival_ns").tail(_MOST_REQUESTS)
+    rows = store.read("requests", list(runs), _RECORDED_COLUMNS).filter(pl.all_horizontal(known), complete)
+    rows = rows.sort(*ENGINE, "arrival_ns").tail(_MOST_RECORDED_REQUESTS)
     sampled = store.read("runs", list(runs))["journey_sampling"].drop_nulls()
     share = float(sampled.min()) if sampled.len() else 1.0  # type: ignore[arg-type]  # a number
     return rows.with_columns(sampling=pl.lit(share or 1.0))
@@ -40,7 +40,7 @@ def complete_requests(store: TableStore, runs: Iterable[str]) -> pl.DataFrame:
 
 def is_whole(traced: pl.DataFrame) -> bool:
     """Return whether all requests of the server were traced, and not a sample of them."""
-    return float(traced["sampling"][0]) > ALL_JOURNEYS
+    return float(traced["sampling"][0]) > WHOLE_LOOP_SHARE
 
 
 def carried(traced: pl.DataFrame) -> float | None:

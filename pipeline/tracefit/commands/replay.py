@@ -13,7 +13,7 @@ from tracefit.errors import TracefitError, UsageError, known_names
 from tracefit.progress import NullProgress, Progress
 from tracefit.replay.closed_loop import (
     LEFT,
-    REQUEST_COLUMNS,
+    LOOP_REQUEST_COLUMNS,
     NewReplay,
     RunTraces,
     held_out_from,
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 MOST_READ = 40_000
 """Requests of a server that a replay reads. Half come before the held-out part, for its medians and the requests in flight."""
 
-MOST_COMPARED = 10_000
+MOST_COMPARED_REQUESTS = 10_000
 """Held-out requests that a training replays, over all runs: some seconds. `tracefit replay` has no such limit."""
 
 
@@ -72,11 +72,13 @@ def replay_runs(
 
 
 def replay_all(store: TableStore, models: Models, runs: Iterable[str]) -> tuple[RunReplay, ...]:
-    """Replay runs one after the other until `MOST_COMPARED` requests have been compared; the others have that reason."""
-    reason = f"a training replays {MOST_COMPARED:,} requests; `tracefit replay` compares all of a run"
+    """Replay runs one after the other until `MOST_COMPARED_REQUESTS` requests have been compared; the others have that reason."""
+    reason = (
+        f"a training replays {MOST_COMPARED_REQUESTS:,} requests; `tracefit replay` compares all of a run"
+    )
     replays: list[RunReplay] = []
     for one in runs:
-        is_done = sum(r.requests for r in replays) >= MOST_COMPARED
+        is_done = sum(r.requests for r in replays) >= MOST_COMPARED_REQUESTS
         replays.append(RunReplay(one, None, reason=reason) if is_done else _run(store, models, one))
     return tuple(replays)
 
@@ -107,7 +109,7 @@ def replay_new(
         ends = arrivals.group_by("server").agg(until=pl.col("arrival_ns").bottom_k(MOST_READ).max())
         kept = pl.col("arrival_ns") <= pl.col("until")
         requests = requests.join(ends.lazy(), on="server", how="left", nulls_equal=True).filter(kept)
-    rows = requests.select(REQUEST_COLUMNS).collect(engine="streaming")
+    rows = requests.select(LOOP_REQUEST_COLUMNS).collect(engine="streaming")
     traces = RunTraces(store.read("runs", [run_id]), rows, store.scan("timeline", [run_id]))
     return replay_new_run(run_id, traces, deployment, factors)
 
@@ -116,7 +118,7 @@ def _requests_near(store: TableStore, run_id: str, cuts: Mapping[str, int]) -> p
     """Read the requests of a run; of a server with very many, those that arrive near its cut or are in the engine then."""
     arrivals = store.read("requests", [run_id], ["server", "arrival_ns"]).drop_nulls()
     if arrivals.height <= MOST_READ:
-        return store.read("requests", [run_id], REQUEST_COLUMNS)
+        return store.read("requests", [run_id], LOOP_REQUEST_COLUMNS)
     near = pl.lit(value=False)
     for server, cut in cuts.items():
         times = arrivals.filter(pl.col("server") == server)["arrival_ns"].sort()
@@ -126,4 +128,4 @@ def _requests_near(store: TableStore, run_id: str, cuts: Mapping[str, int]) -> p
         is_inside = (pl.col("arrival_ns") < cut) & LEFT.ge(cut)
         near |= (pl.col("server") == server) & (arrives_near | is_inside)
     rows = store.scan("requests", [run_id]).filter(near)
-    return rows.select(REQUEST_COLUMNS).collect(engine="streaming")
+    return rows.select(LOOP_REQUEST_COLUMNS).collect(engine="streaming")

@@ -15,9 +15,9 @@ from tracefit.commands.predict import parse_numbers
 from tracefit.diagnostics.deployment import diagnose, models_of
 from tracefit.diagnostics.groups import US_PER_MS
 from tracefit.errors import TracefitError, UsageError
-from tracefit.inputs.buckets import place_of
+from tracefit.inputs.buckets import location_of
 from tracefit.models.schema import STEP_MODELS
-from tracefit.models.targets import LATENCIES
+from tracefit.models.targets import LATENCY_TITLES
 from tracefit.options import (
     LimitsOption,
     ReportedArgument,
@@ -32,7 +32,7 @@ from tracefit.reports.figures.deployment import DeploymentFigures, deployment_fi
 from tracefit.reports.points import points_section
 from tracefit.reports.sentences import verdicts
 from tracefit.results.models import ReportResult
-from tracefit.tables.client_times import TIMES, with_clients_latencies
+from tracefit.tables.client_times import CLIENT_TIMES, with_clients_latencies
 from tracefit.tables.disk import write_files
 from tracefit.tables.points import points_stated
 from tracefit.tables.requests import is_cut_off
@@ -88,7 +88,7 @@ def report(
         ['alerting', 'autoscaling', 'capacity planning', 'simulation']
     """
     objectives = _objectives(slo_ms)
-    folder = place_of(folder)
+    folder = location_of(folder)
     progress = progress or NullProgress()
     progress.stage("drawing the report")
     evaluation = read_evaluation(folder / "evaluation.json")
@@ -100,7 +100,7 @@ def report(
     made = report_of(
         evaluation, alpha, beta, store if store.runs() else None, slo_ms=objectives, progress=progress
     )
-    texts = report_texts(made, place_of(out or folder), progress)
+    texts = report_texts(made, location_of(out or folder), progress)
     write_files(texts)
     # A terminal shows no marks of Markdown, and a program has no use for them.
     uses = {s.deployment_id: verdicts(s).uses for s in evaluation.deployments}
@@ -215,10 +215,10 @@ def parse_slo(texts: Iterable[str]) -> dict[str, float]:
 
 def _objectives(slo_ms: Mapping[str, float] | None) -> Mapping[str, float]:
     for name, ms in (slo_ms or {}).items():
-        if name not in LATENCIES or not 0 < ms < math.inf:
+        if name not in LATENCY_TITLES or not 0 < ms < math.inf:
             raise UsageError(
                 f"{named(LimitsOption)} {name}={ms:g}: no objective",
-                hint=f"a positive number of ms for one of {', '.join(LATENCIES)}",
+                hint=f"a positive number of ms for one of {', '.join(LATENCY_TITLES)}",
             )
     return slo_ms or {}
 
@@ -230,7 +230,7 @@ def _goodput(evaluation: Evaluation, store: TableStore, slo_ms: Mapping[str, flo
         (pl.col(f"{name}_us") <= US_PER_MS * ms).fill_null((pl.col("output_tokens") == 1) & (name == "itl"))
         for name, ms in slo_ms.items()
     ]
-    latencies = [*(f"{name}_us" for name in LATENCIES), *TIMES]
+    latencies = [*(f"{name}_us" for name in LATENCY_TITLES), *CLIENT_TIMES]
     columns = ["run_id", "dialect", *latencies, "output_tokens", "finish_status"]
     stored = set(store.runs())
     goodput = {}

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
     from tracefit.options import TablesArgument
 
-_RUN = ["run_id"]
-_FAILED = ("FINISHED_ABORTED", "FINISHED_IGNORED", "FINISHED_ERROR")
+_RUN_KEY = ["run_id"]
+_FAILED_STATUSES = ("FINISHED_ABORTED", "FINISHED_IGNORED", "FINISHED_ERROR")
 _LIVE = ("WAITING", "RUNNING", "PREEMPTED")
 WINDOWS = 10
 """Windows of time a run is cut into, about."""
@@ -33,7 +33,7 @@ WINDOWS = 10
 _OF_A_GROUP = {
     *("arrival_ns", "queued_ns", "finished_ns", "departed_ns", "aborted_ns", "state", "num_preemptions"),
     *("prompt_tokens", "output_tokens", "ttft_us", "itl_us", "e2e_us", "time_in_queue_us"),
-    *("run_id", "dialect", "finish_status", *client_times.TIMES),
+    *("run_id", "dialect", "finish_status", *client_times.CLIENT_TIMES),
 }
 _STEP_PHASES = {"requeue wait": "requeue_wait_us", "prefill": "prefill_us", "decode": "decode_us"}
 
@@ -102,9 +102,9 @@ def requests(tables: TablesArgument) -> RequestSummary:
     """
     rows = client_times.with_clients_latencies(read_requests(tables))
     # Clocks of different runs do not compare: times are since the first arrival of each run.
-    begin, end = pl.col("arrival_ns").min().over(_RUN), _last_event().max().over(_RUN)
+    begin, end = pl.col("arrival_ns").min().over(_RUN_KEY), _last_event().max().over(_RUN_KEY)
     rows = rows.with_columns(since_s=(pl.col("arrival_ns") - begin) / 1e9, run_s=(end - begin) / 1e9)
-    runs = {str(name): part for (name,), part in rows.group_by(_RUN, maintain_order=True)}
+    runs = {str(name): part for (name,), part in rows.group_by(_RUN_KEY, maintain_order=True)}
     lengths = {name: _seconds(part) for name, part in runs.items()}
     known = [s for s in lengths.values() if s is not None]
     states = rows["state"].fill_null("unknown").value_counts().sort("state")
@@ -176,13 +176,13 @@ def _round_length(seconds: float) -> float:
 
 
 def _group(by: str, name: str, rows: pl.DataFrame, seconds: float | None) -> RequestGroup:
-    latencies = rows.select(latency_us(latency).alias(latency) for latency in targets.LATENCIES)
+    latencies = rows.select(latency_us(latency).alias(latency) for latency in targets.LATENCY_TITLES)
     tokens = int(rows["output_tokens"].sum() or 0)
     return RequestGroup(
         by=by,
         name=name,
         requests=rows.height,
-        failed=int(rows["state"].is_in(_FAILED).sum() or 0),
+        failed=int(rows["state"].is_in(_FAILED_STATUSES).sum() or 0),
         in_flight=int(rows["state"].is_in(_LIVE).sum() or 0),
         preemptions=int(rows["num_preemptions"].sum() or 0),
         prompt_tokens=int(rows["prompt_tokens"].sum() or 0),

@@ -30,10 +30,10 @@ from tracefit.inputs.rejects import Rejects, TooManyRejectsError
 from tracefit.server.context import gpu_to_json
 from tracefit.server.settings import settings_to_json
 from tracefit.tables import schema
-from tracefit.tables.places import Disk
 from tracefit.tables.rows import hash_of_kept
 from tracefit.tables.staging import is_whole, staged_parts
-from tracefit.tables.store import IngestedRun, Manifest, ReadFile, StagedPart, has_place, put_parts
+from tracefit.tables.storage import Disk
+from tracefit.tables.store import IngestedRun, Manifest, ReadFile, StagedPart, has_location, put_parts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -129,7 +129,7 @@ def resolve_run_id(manifest: Manifest, source: RunSource, taken: Iterable[str] =
         source: The run.
         taken: Ids of other runs that are being read.
     """
-    if (known := _stored_at_place_of(manifest, source)) is not None:
+    if (known := _stored_at_location_of(manifest, source)) is not None:
         return known
     hashes = cache(lambda: {content_hash_of(file) for file in source.trace_files})
     number, run_id = 1, source.run_id
@@ -143,14 +143,14 @@ def resolve_run_id(manifest: Manifest, source: RunSource, taken: Iterable[str] =
         run_id = f"{source.run_id}-{number}"
 
 
-def _stored_at_place_of(manifest: Manifest, source: RunSource) -> str | None:
+def _stored_at_location_of(manifest: Manifest, source: RunSource) -> str | None:
     """Return the id of the stored run of the same folder or files; files named one by one may have become more."""
-    if source.folder and (known := manifest.at_places.get(source.folder)):
+    if source.folder and (known := manifest.at_locations.get(source.folder)):
         return known
-    places = {file.place for file in source.trace_files if file.place}
-    for known in dict.fromkeys(filter(None, map(manifest.at_places.get, sorted(places)))):
+    locations = {file.location for file in source.trace_files if file.location}
+    for known in dict.fromkeys(filter(None, map(manifest.at_locations.get, sorted(locations)))):
         stored = {entry.path for entry in manifest.runs[known].files}
-        if stored == places or (source.folder is None and stored < places):
+        if stored == locations or (source.folder is None and stored < locations):
             return known
     return None
 
@@ -162,10 +162,10 @@ def _has_files_of(run: IngestedRun, source: RunSource, hashes: Callable[[], set[
     or begins with it. `hashes` gives the hashes of the source's files, which takes long. Bytes of a pipe, and files that an
     earlier version stored under a relative name, are compared by content only.
     """
-    files = {file.place: file for file in source.trace_files if file.place}
+    files = {file.location: file for file in source.trace_files if file.location}
     missing = [entry for entry in run.files if entry.path not in files]
     gone = [entry for entry in missing if entry.sha256 not in hashes()]
-    if any("://" in entry.path or (has_place(entry) and Path(entry.path).is_file()) for entry in gone):
+    if any("://" in entry.path or (has_location(entry) and Path(entry.path).is_file()) for entry in gone):
         return False
     return not gone or any(
         entry.sha256 in hashes() or any(_begins_as(file, entry) for file in _same_named(source, entry))
@@ -175,10 +175,10 @@ def _has_files_of(run: IngestedRun, source: RunSource, hashes: Callable[[], set[
 
 def _same_named(source: RunSource, entry: ReadFile) -> list[TraceFile]:
     """Return the files of a source that may be a stored file which has grown."""
-    if has_place(entry):
+    if has_location(entry):
         return [file for file in source.trace_files if file.key == entry.path]
     name = entry.path.rpartition("/")[2]
-    return [file for file in source.trace_files if not file.place or file.name.rpartition("/")[2] == name]
+    return [file for file in source.trace_files if not file.location or file.name.rpartition("/")[2] == name]
 
 
 def _begins_as(file: TraceFile, entry: ReadFile) -> bool:
@@ -270,11 +270,13 @@ class IngestScheduler:
         self._progress = progress
         self._options = options
         self._options_hash = hash_of_kept(options)
-        self._staged_names = cache(lambda: staged_parts(store.place))
-        self._is_whole_part = cache(partial(is_whole, store.place))
+        self._staged_names = cache(lambda: staged_parts(store.storage))
+        self._is_whole_part = cache(partial(is_whole, store.storage))
         # Workers may have another working folder.
-        self._place = Disk(store.place.root.absolute()) if isinstance(store.place, Disk) else store.place
-        engine.check(self._scratch if isinstance(self._place, Disk) else None)
+        self._storage = (
+            Disk(store.storage.root.absolute()) if isinstance(store.storage, Disk) else store.storage
+        )
+        engine.check(self._scratch if isinstance(self._storage, Disk) else None)
         self._manifest = store.manifest()
         new = [file for run in runs for file in self._new_files(run)]
         engine.limit(max(sum(map(work_bytes, new)) // options.bytes_per_worker, 1))
@@ -368,7 +370,7 @@ class IngestScheduler:
             yield self._decode_job(waiting)
 
     def _decode_job(self, blocks: Sequence[tuple[RunIngest, FilePiece, Block | Reject]]) -> Job:
-        task = Task(tuple(item for _, _, item in blocks), self._options, self._place)
+        task = Task(tuple(item for _, _, item in blocks), self._options, self._storage)
         pieces = [(run, piece) for run, piece, _ in blocks]
         return Job(decode_task, task, blocks[0][2].source_file, partial(self._take_decoded, pieces))
 
@@ -408,7 +410,7 @@ class IngestScheduler:
             _PARALLEL_BUILD_FACTOR * self._options.bytes_per_worker, _BUILD_BLOCKS * self._options.block_bytes
         )
         # Parts of the build run in other processes, which must see the same folder.
-        return run.size_bytes >= worth and is_longest and self._place.has_lock
+        return run.size_bytes >= worth and is_longest and self._storage.has_lock
 
     # -- one run -------------------------------------------------------------------------------------------
 
@@ -460,7 +462,7 @@ class IngestScheduler:
         most_bytes = self._options.fetched_bytes
         while group := take_together(remote, lambda file: file.size, most=len(remote), most_bytes=most_bytes):
             # The copies are gone when the last block is read, not when it is decoded: blocks carry their bytes.
-            with self._place.scratch() as scratch:
+            with self._storage.scratch() as scratch:
                 for file, copy in zip(group, fetch(group, scratch, self._progress.read), strict=True):
                     refuse_other_signal(copy.file)
                     # The time of a file in a bucket changes with every upload, its content need not.
@@ -508,7 +510,7 @@ class IngestScheduler:
                 # In the order of the file, whichever block was decoded first: rows after the last listed reject do not count.
                 self._progress.warn(f"{file.name}: {error.what}")
                 last = rejects.rest(piece.offset)
-                parts += decode_task(Task((last,), self._options, self._place))[0]
+                parts += decode_task(Task((last,), self._options, self._storage))[0]
                 break
         return ReadFile(
             path=file.key,
@@ -568,8 +570,8 @@ class IngestScheduler:
             run_id=run.run_id,
             name=run.source.name,
             files=run.entry.files,
-            place=self._place,
-            scratch=self._scratch if self._place.has_lock else None,
+            storage=self._storage,
+            scratch=self._scratch if self._storage.has_lock else None,
             columns=run.columns,
             limits=_limits(run.context),
             context=run.context,
@@ -584,7 +586,7 @@ class IngestScheduler:
         began = time.monotonic()
         entries = dict(self._restamped)
         for run_id, (run, built) in self._built.items():
-            tables = built.tables or put_parts(self._place, run_id, built.parts)
+            tables = built.tables or put_parts(self._storage, run_id, built.parts)
             entries[run_id] = replace(run.entry or IngestedRun(), tables=tables)
         before = self._manifest.runs
         after = self._store.commit({i: (before.get(i), entry) for i, entry in entries.items()})

@@ -20,21 +20,31 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-_TIME, _PROMPT, _OUTPUT, _CACHED, _RATE = "time", "prompt tokens", "output tokens", "cached tokens", "rate"
-SPELLINGS: Mapping[str, tuple[str, ...]] = {
+_TIME, _PROMPT, _OUTPUT, _CACHED_TOKENS, _RATE_COLUMN = (
+    "time",
+    "prompt tokens",
+    "output tokens",
+    "cached tokens",
+    "rate",
+)
+COLUMN_SPELLINGS: Mapping[str, tuple[str, ...]] = {
     _TIME: ("timestamp", "arrival_s", "arrival_ns"),
     _PROMPT: ("prompt_tokens", "request tokens", "contexttokens"),
     _OUTPUT: ("output_tokens", "response tokens", "generatedtokens"),
-    _CACHED: ("cached_prompt_tokens", "cached_tokens"),
+    _CACHED_TOKENS: ("cached_prompt_tokens", "cached_tokens"),
 }
 """Names of columns, in small letters: ours, those of the BurstGPT traces, and those of Azure's traces of LLM inference."""
-_RATES: Mapping[str, tuple[str, ...]] = {**SPELLINGS, _TIME: ("hour",), _RATE: ("rate",)}
+_RATE_SPELLINGS: Mapping[str, tuple[str, ...]] = {
+    **COLUMN_SPELLINGS,
+    _TIME: ("hour",),
+    _RATE_COLUMN: ("rate",),
+}
 _HOUR_S = 3600.0
-_MOST = 1e9
+_MOST_VALUE = 1e9
 """Largest rate or length that is one."""
 _MOST_REQUESTS = 10_000_000
 """Requests of rates per hour, over the whole file: a fifth of a gigabyte."""
-_NS_PER_S = 1e9
+_NS_OF_S = 1e9
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,22 +78,22 @@ def read_timed_requests(path: Path, lengths: Mapping[str, int | None]) -> TimedR
     frame, lacks = _table(path), list[str]()
     if frame is not None:
         given = {_PROMPT: lengths.get("prompt"), _OUTPUT: lengths.get("output")}
-        columns = _columns(frame, given, _RATES if _has_rates(frame) else SPELLINGS)
-        lacks = [name for name, column in columns.items() if column is None and name != _CACHED]
+        columns = _columns(frame, given, _RATE_SPELLINGS if _has_rates(frame) else COLUMN_SPELLINGS)
+        lacks = [name for name, column in columns.items() if column is None and name != _CACHED_TOKENS]
     if frame is None or (lacks and _is_text(path)):
         frame = _ingested(path, None if frame is None else f"has no column of {lacks[0]}; {_known_columns()}")
-        columns, lacks = _columns(frame, {}, SPELLINGS), []
+        columns, lacks = _columns(frame, {}, COLUMN_SPELLINGS), []
     if lacks:
         raise UsageError(f"has no column of {lacks[0]}", where=str(path), hint=_known_columns())
     known = {name: column for name, column in columns.items() if column is not None}
-    rows, odd = _usable(known, is_hours=_RATE in known)
+    rows, odd = _usable(known, is_hours=_RATE_COLUMN in known)
     if not rows.height:
         counted = ", ".join(f"{reason}: {count(n)}" for reason, n in odd.items()) or "it is empty"
         raise DataError(f"no request is usable ({counted})", where=str(path))
-    if _RATE in known:
+    if _RATE_COLUMN in known:
         return TimedRequests(_drawn(rows, path), frame.height, odd, has_rates=True)
     ordered = rows.sort(_TIME)
-    load = DayLoad(*(ordered[name].to_numpy() for name in (_TIME, _PROMPT, _OUTPUT, _CACHED)))
+    load = DayLoad(*(ordered[name].to_numpy() for name in (_TIME, _PROMPT, _OUTPUT, _CACHED_TOKENS)))
     return TimedRequests(load, frame.height, odd)
 
 
@@ -161,7 +171,7 @@ def _columns(
 
 def _usable(columns: Mapping[str, pl.Series], *, is_hours: bool) -> tuple[pl.DataFrame, dict[str, int]]:
     """Return the rows with a time and lengths as numbers, and how many others there are, by the first thing that is odd in each."""
-    least = {_TIME: 0.0, _RATE: 0.0, _PROMPT: 1.0, _OUTPUT: 1.0}
+    least = {_TIME: 0.0, _RATE_COLUMN: 0.0, _PROMPT: 1.0, _OUTPUT: 1.0}
     values = {
         name: _seconds(column, is_hours=is_hours) if name == _TIME else _numbers(column)
         for name, column in columns.items()
@@ -176,17 +186,17 @@ def _usable(columns: Mapping[str, pl.Series], *, is_hours: bool) -> tuple[pl.Dat
             .then(pl.lit(f"{name} not a number" if name != _TIME else "time not a number or a date"))
             .when(pl.col(name) < least[name])
             .then(pl.lit(f"{name} below {least[name]:g}"))
-            .when((pl.col(name) > _MOST) & (name != _TIME))
-            .then(pl.lit(f"{name} above {_MOST:,.0f}"))
+            .when((pl.col(name) > _MOST_VALUE) & (name != _TIME))
+            .then(pl.lit(f"{name} above {_MOST_VALUE:,.0f}"))
             for name in is_missing
         )
     )
     frame = frame.with_columns(reason=reason)
     counts = frame["reason"].drop_nulls().value_counts().sort("count", "reason", descending=[True, False])
     good = frame.filter(pl.col("reason").is_null())
-    cached = pl.col(_CACHED).fill_null(0) if _CACHED in frame.columns else pl.lit(0.0)
-    good = good.with_columns(cached.clip(0, pl.col(_PROMPT) - 1).alias(_CACHED))
-    lengths = pl.col(_PROMPT, _OUTPUT, _CACHED).round().cast(pl.Int64)
+    cached = pl.col(_CACHED_TOKENS).fill_null(0) if _CACHED_TOKENS in frame.columns else pl.lit(0.0)
+    good = good.with_columns(cached.clip(0, pl.col(_PROMPT) - 1).alias(_CACHED_TOKENS))
+    lengths = pl.col(_PROMPT, _OUTPUT, _CACHED_TOKENS).round().cast(pl.Int64)
     return good.with_columns(lengths), dict(counts.iter_rows())
 
 
@@ -205,18 +215,18 @@ def _numbers(column: pl.Series) -> pl.Series:
     return pl.select(pl.when(found.is_finite()).then(found)).to_series()
 
 
-_DATE = r"^\s*(\d{4}-\d\d-\d\d)[T ](\d\d:\d\d)(:\d\d(?:\.\d+)?)?\s*(?:Z|UTC|([+-]\d\d):?(\d\d))?\s*$"
+_DATE_AND_TIME = r"^\s*(\d{4}-\d\d-\d\d)[T ](\d\d:\d\d)(:\d\d(?:\.\d+)?)?\s*(?:Z|UTC|([+-]\d\d):?(\d\d))?\s*$"
 
 
 def _seconds(column: pl.Series, *, is_hours: bool) -> pl.Series:
     """Return times in s: numbers of seconds or of hours, or dates since 1970; of a column with both, those of the more frequent kind."""
     if column.dtype == pl.Datetime:
         return column.dt.epoch("us") / 1e6
-    unit = _HOUR_S if is_hours else 1.0 / (_NS_PER_S if _plain(column.name).endswith("_ns") else 1.0)
+    unit = _HOUR_S if is_hours else 1.0 / (_NS_OF_S if _plain(column.name).endswith("_ns") else 1.0)
     plain = _numbers(column) * unit
     if column.dtype != pl.String or plain.null_count() == 0:
         return plain
-    parts = [column.str.extract(_DATE, group) for group in range(1, 6)]
+    parts = [column.str.extract(_DATE_AND_TIME, group) for group in range(1, 6)]
     text = parts[0] + "T" + parts[1] + parts[2].fill_null(":00")
     date = text.str.to_datetime("%Y-%m-%dT%H:%M:%S%.f", strict=False, time_unit="us").dt.epoch("us") / 1e6
     hours, minutes = (part.cast(pl.Float64, strict=False).fill_null(0.0) for part in parts[3:])
@@ -229,7 +239,7 @@ def _seconds(column: pl.Series, *, is_hours: bool) -> pl.Series:
 
 def _drawn(rows: pl.DataFrame, path: Path) -> DayLoad:
     """Draw requests that come at random at the rate of each hour, with its lengths."""
-    expected = float(rows[_RATE].sum()) * _HOUR_S
+    expected = float(rows[_RATE_COLUMN].sum()) * _HOUR_S
     if expected > _MOST_REQUESTS:
         raise UsageError(
             f"its rates are of {number(expected)} requests, {count(_MOST_REQUESTS)} at most can be planned for",
@@ -237,10 +247,10 @@ def _drawn(rows: pl.DataFrame, path: Path) -> DayLoad:
             hint="divide the rates, and multiply the servers",
         )
     rng = np.random.default_rng(0)
-    counts = rng.poisson(rows[_RATE].to_numpy() * _HOUR_S)
+    counts = rng.poisson(rows[_RATE_COLUMN].to_numpy() * _HOUR_S)
     if not counts.sum():
         raise DataError("no request is usable (all rates are 0)", where=str(path))
     at_s = np.repeat(rows[_TIME].to_numpy(), counts) + _HOUR_S * rng.random(int(counts.sum()))
     order = np.argsort(at_s)
-    lengths = (np.repeat(rows[name].to_numpy(), counts)[order] for name in (_PROMPT, _OUTPUT, _CACHED))
+    lengths = (np.repeat(rows[name].to_numpy(), counts)[order] for name in (_PROMPT, _OUTPUT, _CACHED_TOKENS))
     return DayLoad(at_s[order], *lengths)

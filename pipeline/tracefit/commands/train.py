@@ -28,7 +28,7 @@ from tracefit.engines.training import BYTES_PER_JOB
 from tracefit.errors import DataError
 from tracefit.features.sets import is_feature_file
 from tracefit.fit.deployments import fit_across
-from tracefit.inputs.buckets import place_of
+from tracefit.inputs.buckets import location_of
 from tracefit.options import (
     LOCAL,
     EngineChoice,
@@ -149,7 +149,7 @@ def train(
     progress = KeptWarnings(progress)
     store = TableStore(find_tables(tables)).require()
     training = _Training(
-        store, str(tables), options, thresholds, place_of(out), place_of(report_folder or out), progress
+        store, str(tables), options, thresholds, location_of(out), location_of(report_folder or out), progress
     )
     with ExitStack() as held:
         # To the end: frames, models and report are of the tables that were read.
@@ -203,7 +203,7 @@ def _fitted(
     """Return the fitted deployments, and the manifest of the tables that they were fitted on."""
     store, runs = training.store, chosen.runs
     with open_engine(engine, workers) as workplace:
-        workplace.check(store.root.absolute() / "runs" if store.place.has_lock else None)
+        workplace.check(store.root.absolute() / "runs" if store.storage.has_lock else None)
         workplace.limit(max(1, int(runs.unique("run_id", keep="first")["bytes"].sum()) // BYTES_PER_JOB))
         write_timelines(store, runs["run_id"].unique(maintain_order=True), workplace)
         read = store.manifest()
@@ -339,7 +339,7 @@ def run(
         >>> result.evaluation.filter(name="beta.cycle_time")["holdout_mdape_pct"].item() < 5
         True
     """
-    out = place_of(out)
+    out = location_of(out)
     # One after the other, in one hold of the tables: another job in between would leave models of its tables here.
     with ExitStack() as held:
         ingested = ingest_and_hold(

@@ -11,7 +11,7 @@ from tracefit.coefficients import publish
 from tracefit.commands.fitting import FEW_TOO_FAST
 from tracefit.features.training import TOO_FAST
 from tracefit.fit.splits import of_means
-from tracefit.models.targets import LATENCIES, is_step_model
+from tracefit.models.targets import LATENCY_TITLES, is_step_model
 from tracefit.models.validation import is_negligible_wait
 from tracefit.reports.trained import TrainResult
 from tracefit.results.models import DeploymentSummary, LatencySummary, MissingModels, ModelSummary
@@ -59,7 +59,7 @@ def train_result(
             for s in evaluation.deployments
             for name, latency in s.latency.items()
             # The other latencies are in the report: the summary names those that users know.
-            if name in LATENCIES
+            if name in LATENCY_TITLES
         ),
         quarantined=bool(
             runs.select(pl.sum("rejects", "dropped_events", "duplicate_spans")).sum_horizontal()[0]

@@ -101,7 +101,7 @@ _BETA = {
     "decode_tokens": "decode_tokens",
     "kv_ratio": "kv_usage_ratio",
 }
-_BATCH = FeatureSet("sample", tuple(Feature(column, "", column) for column in _BETA.values()))
+_SAMPLE_SET = FeatureSet("sample", tuple(Feature(column, "", column) for column in _BETA.values()))
 
 
 def sample_tables(deployments: Sequence[FittedDeployment]) -> dict[str, str]:
@@ -142,7 +142,7 @@ def _beta(deployment: FittedDeployment) -> pl.DataFrame | None:
     kind = context.architecture and ("moe" if context.architecture.is_moe else "dense")
     # The rows of the fit have the features that were offered, which need not be these.
     rows = step_frame(
-        deployment.tables, deployment.tables.timeline, _BATCH, {}, deployment.source.beta_target_source
+        deployment.tables, deployment.tables.timeline, _SAMPLE_SET, {}, deployment.source.beta_target_source
     )
     return rows.sort(*schema.SERVER, "ts_ns").select(
         step_duration_us="y",

@@ -58,7 +58,7 @@ from tracefit.fit.transfer import (
     with_prompts_cached,
 )
 from tracefit.fit.validation import measure
-from tracefit.inputs.buckets import place_of
+from tracefit.inputs.buckets import location_of
 from tracefit.models import schema
 from tracefit.models.targets import CYCLE_TIME, is_step_model, target_named
 from tracefit.options import (
@@ -92,14 +92,14 @@ if TYPE_CHECKING:
     from tracefit.models.validation import Metrics
     from tracefit.server.context import Deployment, RunContext
 
-_KINDS: dict[str, str] = {
+_KIND_TEXTS: dict[str, str] = {
     "tensor_parallel": "another tensor parallelism of the same model and GPU",
     "model": "another model on the same GPU",
     "gpu": "another GPU",
     "model_and_gpu": "another model on another GPU",
 }
-_MOST_RUNS = 50
-_MOST_ROWS = 200_000
+_MOST_SOURCE_RUNS = 50
+_MOST_SOURCE_ROWS = 200_000
 """Runs, and steps and events, that a source is read with."""
 _FEWEST_STEPS = 100
 _UTILIZATION = 0.9
@@ -147,13 +147,13 @@ def transfer(
         >>> result = tracefit.transfer(["out/"], "new/", server=new)  # doctest: +SKIP
     """
     progress = KeptWarnings(progress)
-    places = as_list(folders or ())
-    if places and engine is not None:
+    locations = as_list(folders or ())
+    if locations and engine is not None:
         raise UsageError(
             f"{named(LawEngineOption)}: is for the law in the package",
             hint="leave it out where folders are given: the law is fitted to what these hold",
         )
-    if any(place_of(place) == place_of(out) for place in places):
+    if any(location_of(location) == location_of(out) for location in locations):
         raise UsageError(
             f"{named(TransferOutOption)} {out}: is one of the sources, whose models would be lost",
             hint="give the new server a folder of its own",
@@ -161,15 +161,15 @@ def transfer(
     server = server or ServerOptions()
     context = _target(server)
     with threadpool_limits(limits=1, user_api="blas"):
-        found = _transferred(places, context, progress) if places else _from_package(context, engine)
-        found = _with_calibration(found, calibrate, server, place_of(out), progress)
+        found = _transferred(locations, context, progress) if locations else _from_package(context, engine)
+        found = _with_calibration(found, calibrate, server, location_of(out), progress)
         if found.doubts and not force and found.calibration is None:
             lifts = f"some minutes of its traces lift this: {named(CalibrateOption)}"
             raise DataError(
                 f"{found.target.deployment_id}: {'; '.join(found.doubts)}",
                 hint=f"{lifts}; or {named(ForceOption)} answers with the widest interval",
             )
-        return _written(place_of(out), found, progress)
+        return _written(location_of(out), found, progress)
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,9 +238,9 @@ class _Found:
     own: _Own = field(default_factory=_Own)
 
 
-def _transferred(places: Sequence[str | Path], context: RunContext, progress: KeptWarnings) -> _Found:
+def _transferred(locations: Sequence[str | Path], context: RunContext, progress: KeptWarnings) -> _Found:
     """Return a law that is fitted to the steps of some folders."""
-    sources = _sources(places, context, progress)
+    sources = _sources(locations, context, progress)
     kind, chosen = choose_sources(context, sources.rows)
     if not chosen:
         raise DataError(
@@ -249,7 +249,7 @@ def _transferred(places: Sequence[str | Path], context: RunContext, progress: Ke
             or "name folders that `tracefit run` wrote, with config.json and a GPU",
         )
     target = deployment_of(_with_limits(_named_like(context, [one.context for one in chosen])))
-    progress.stage(f"fitting the law to {plural(len(chosen), 'deployment')}: {_KINDS[kind]}")
+    progress.stage(f"fitting the law to {plural(len(chosen), 'deployment')}: {_KIND_TEXTS[kind]}")
     law = fit_law(chosen, kind)
     progress.stage("leaving out servers in turn")
     folds = leave_out(chosen, kind)
@@ -264,7 +264,7 @@ def _transferred(places: Sequence[str | Path], context: RunContext, progress: Ke
         left_out=ranges_of([fold.law for fold in folds]),
         across=left_out_errors(folds, kind, chosen, _own_errors(sources, chosen)),
         expected=UNTESTED if doubts else errors_of(folds),
-        about=(f"the law is fitted to {names} ({_KINDS[kind]})", *sources.refused),
+        about=(f"the law is fitted to {names} ({_KIND_TEXTS[kind]})", *sources.refused),
         has_prompts=any(one.has_prompts for one in chosen),
         alpha=_borrowed(target, kind, chosen, sources),
         doubts=doubts,
@@ -295,7 +295,7 @@ def _from_package(context: RunContext, engine: str | None) -> _Found:
     errors = boxed.errors[kind]
     about = (
         f"the law is the package's own, fitted to {points:,} public points of {len(boxed.servers)} servers with {name}: {boxed.source}",
-        f"servers that were left out of it, as this one is ({_KINDS[kind]}), were {percent(errors.mdape_pct)} % off at the median point",
+        f"servers that were left out of it, as this one is ({_KIND_TEXTS[kind]}), were {percent(errors.mdape_pct)} % off at the median point",
     )
     return _Found(
         target=target,
@@ -395,15 +395,15 @@ def with_blocks(context: RunContext) -> RunContext:
 # -- the sources -----------------------------------------------------------------------------------------
 
 
-def _sources(places: Sequence[str | Path], target: RunContext, progress: KeptWarnings) -> _Sources:
+def _sources(locations: Sequence[str | Path], target: RunContext, progress: KeptWarnings) -> _Sources:
     """Read the steps of every deployment of some folders that can be a source."""
     found: dict[str, LawRows] = {}
     models: dict[str, Models] = {}
     refused: list[str] = []
-    for place in places:
-        store = TableStore(find_tables(place)).require()
+    for location in locations:
+        store = TableStore(find_tables(location)).require()
         with suppress(TracefitError):
-            of_place = load(find_models(place))
+            of_place = load(find_models(location))
             models.update(dict.fromkeys(of_place.deployment_ids, of_place))
         runs = store.read("runs", None)
         for deployment, members in deployments_of(runs, str(store.root)):
@@ -434,7 +434,7 @@ def _law_rows(
 
 def _tables_of(store: TableStore, runs: pl.DataFrame, members: Sequence[str]) -> DeploymentTables:
     """Return the tables of a deployment's runs, of some of them where they are many."""
-    kept = sample_runs(runs, members, most_rows=_MOST_ROWS, most_runs=_MOST_RUNS)
+    kept = sample_runs(runs, members, most_rows=_MOST_SOURCE_ROWS, most_runs=_MOST_SOURCE_RUNS)
     write_timelines(store, kept)
     return load_deployment(store, kept)
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from tracefit.results.models import HeldOut
 
-_COLUMNS = (*COLUMNS, "prefill_context_tokens")
+_AISIMULATE_COLUMNS = (*COLUMNS, "prefill_context_tokens")
 _SYSTEMS = {"A100-80GB-SXM": "a100_sxm", "A100-80GB-PCIe": "a100_pcie", "RTX-PRO-6000": "rtx_pro_6000_server"}
 """GPU name to AISimulate's, where it is not the name in lower case with `_` (of the B200 and B300 with `_sxm`)."""
 
@@ -50,13 +50,13 @@ _CONTRACT = {
 }
 """Values that its reader asks for; `tracefit_rows` names the kind of rows."""
 
-_COUNTS = {
+_COUNT_COLUMNS = {
     "prefill": ("num_prefill_reqs", "prefill_context_tokens"),
     "decode": ("num_decode_reqs", "context_tokens"),
 }
 """Columns of a step with its requests and the tokens that they read from the cache, by kind."""
 
-_KEY = ("workload_kind", "batch_size", "total_prefill_tokens", "total_kv_read_tokens")
+_GRID_KEY = ("workload_kind", "batch_size", "total_prefill_tokens", "total_kv_read_tokens")
 
 
 def to_aisimulate(source: Source) -> Export:
@@ -65,7 +65,9 @@ def to_aisimulate(source: Source) -> Export:
     Raises:
         DataError: The data cannot support it, with the reason.
     """
-    train, holdout = train_and_holdout(source, source.steps(_COLUMNS), _COLUMNS, "step times")
+    train, holdout = train_and_holdout(
+        source, source.steps(_AISIMULATE_COLUMNS), _AISIMULATE_COLUMNS, "step times"
+    )
     grid = _grid(source, train)
     identity = _identity(source)
     files: dict[str, str | bytes] = {}
@@ -154,9 +156,9 @@ def _points(steps: pl.DataFrame) -> pl.DataFrame:
     return pl.concat(
         of_kind.select(
             workload_kind=pl.lit(kind),
-            batch_size=pl.col(_COUNTS[kind][0]).cast(pl.Int64),
+            batch_size=pl.col(_COUNT_COLUMNS[kind][0]).cast(pl.Int64),
             total_prefill_tokens=pl.col("prefill_tokens").cast(pl.Int64),
-            total_kv_read_tokens=pl.col(_COUNTS[kind][1]).cast(pl.Int64),
+            total_kv_read_tokens=pl.col(_COUNT_COLUMNS[kind][1]).cast(pl.Int64),
             latency_ms=pl.col("y").cast(pl.Float64) / 1e3,
         )
         for kind, of_kind in steps_of_one_kind(steps)
@@ -165,8 +167,8 @@ def _points(steps: pl.DataFrame) -> pl.DataFrame:
 
 def _measured(steps: pl.DataFrame) -> pl.DataFrame:
     """Return the median time of measured steps by what they computed: a point may be in a table once."""
-    medians = _points(steps).group_by(_KEY, maintain_order=True).agg(pl.col("latency_ms").median())
-    return medians.sort(_KEY)
+    medians = _points(steps).group_by(_GRID_KEY, maintain_order=True).agg(pl.col("latency_ms").median())
+    return medians.sort(_GRID_KEY)
 
 
 def _grid(source: Source, train: pl.DataFrame) -> pl.DataFrame:
@@ -192,7 +194,7 @@ def _grid(source: Source, train: pl.DataFrame) -> pl.DataFrame:
         "latency_ms": predicted_ms(source, pl.DataFrame({"batch": batch, "context": read / batch})),
     }
     rows = pl.concat([pl.DataFrame(prefill), pl.DataFrame(decode)], how="vertical_relaxed")
-    return rows.filter(pl.col("latency_ms") > 0).unique(_KEY, keep="first").sort(_KEY)
+    return rows.filter(pl.col("latency_ms") > 0).unique(_GRID_KEY, keep="first").sort(_GRID_KEY)
 
 
 def _pair(what: str, rows: pl.DataFrame, identity: dict[str, str | int | bool]) -> dict[str, str | bytes]:

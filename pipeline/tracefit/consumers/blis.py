@@ -27,8 +27,8 @@ from tracefit.consumers.base import (
     number,
     yaml_text,
 )
-from tracefit.consumers.blis_fit import LENGTHS, fit_blis, stamped_requests, whole_us
-from tracefit.consumers.blis_roofline import ROOFLINE_TERMS
+from tracefit.consumers.blis_fit import BLIS_LENGTHS, fit_blis, stamped_requests, whole_us
+from tracefit.consumers.blis_roofline import BLIS_ROOFLINE_TERMS
 from tracefit.tables.schema import ENGINE
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ _BY_ROOFLINE = "--num-instances 2 --prefill-instances 1 --decode-instances 1 --p
 what defaults.yaml holds, and without a decider nothing goes to the other pool: the same to the microsecond where alpha is 0."""
 
 _NO_REQUESTS = "no traced request has its times, so no request can be replayed, and the workload of the use line is BLIS's default"
-_HEADER = "trace_version: 2\ntime_unit: microseconds\nmode: real\nwarm_up_requests: 0\n"
+_TRACE_HEADER = "trace_version: 2\ntime_unit: microseconds\nmode: real\nwarm_up_requests: 0\n"
 
 
 def to_blis(source: Source) -> Export:
@@ -66,7 +66,7 @@ def to_blis(source: Source) -> Export:
         UsageError: BLIS refuses the model on so many ranks.
     """
     fitted = fit_blis(source)
-    by_roofline = len(fitted.beta) == len(ROOFLINE_TERMS)
+    by_roofline = len(fitted.beta) == len(BLIS_ROOFLINE_TERMS)
     written = _UNREAD if by_roofline else fitted.beta
     alpha, beta = (", ".join(map(number, values)) for values in (fitted.alpha, written))
     text = f"trained_physics_coefficients:\n  alpha_coeffs: [{alpha}]\n  beta_coeffs: [{beta}]\n"
@@ -78,7 +78,7 @@ def to_blis(source: Source) -> Export:
     server = _server_flags(source) + (f" {_BY_ROOFLINE}" if by_roofline else "")
     if not traced.height:
         return Export(files, fitted.errors, (*fitted.notes, _NO_REQUESTS), f"blis run {server}")
-    files |= {"trace-header.yaml": _HEADER, "trace-data.csv": _trace_csv(traced)}
+    files |= {"trace-header.yaml": _TRACE_HEADER, "trace-data.csv": _trace_csv(traced)}
     replayed = (
         f"replay of the traced requests: blis replay --trace-header {OUT}/trace-header.yaml "
         f"--trace-data {OUT}/trace-data.csv {server}"
@@ -167,7 +167,7 @@ def _traced_requests(source: Source) -> pl.DataFrame:
         arrival=whole_us(pl.col("arrival_ns") - begin),
         first=whole_us(pl.col("first_token_ns") - begin),
         end=whole_us(ended - begin),
-        **LENGTHS,
+        **BLIS_LENGTHS,
     )
 
 

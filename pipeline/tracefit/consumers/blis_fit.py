@@ -27,9 +27,9 @@ from tracefit.consumers.base import (
 )
 from tracefit.consumers.blis_replay import RooflineRates, StepRates, replay_as_blis, roofline_us
 from tracefit.consumers.blis_roofline import (
+    BLIS_ROOFLINE_TERMS,
     BLIS_TERMS,
     PAIRS_COLUMN,
-    ROOFLINE_TERMS,
     add_blis_terms,
     roofline_shape,
     with_prefill_pairs,
@@ -38,7 +38,7 @@ from tracefit.errors import DataError, UsageError
 from tracefit.features.roofline import ROOFLINE_COLUMNS
 from tracefit.features.sets import FeatureSet
 from tracefit.fit.boundary import admission_with_clock, api_waits, clocks_of, queued_us
-from tracefit.fit.estimators import HUBER, fit_nonnegative
+from tracefit.fit.estimators import HUBER_SD, fit_nonnegative
 from tracefit.fit.fitted import matrix, target_of
 from tracefit.fit.splits import request_frame
 from tracefit.models.frames import evaluated_steps
@@ -56,17 +56,17 @@ if TYPE_CHECKING:
     from tracefit.results.models import HeldOut
     from tracefit.statistics import Flags, Matrix, Vector
 
-_NAMES = list(BLIS_TERMS)
-_CONSTANT = _NAMES.index("blis_one")
-_REQUESTS = _NAMES.index("blis_requests")
-_DECODE_KV = _NAMES.index("blis_decode_kv_us")
-ALL_JOURNEYS = 0.99
+_TERM_NAMES = list(BLIS_TERMS)
+_ONE_TERM = _TERM_NAMES.index("blis_one")
+_REQUESTS_TERM = _TERM_NAMES.index("blis_requests")
+_DECODE_KV = _TERM_NAMES.index("blis_decode_kv_us")
+BLIS_JOURNEYS_SHARE = 0.99
 """Least journey sampling for a replay: with fewer requests it would run under too little load."""
 
 MIN_REQUESTS = 40
 """Fewest training requests for a choice by replay."""
 
-MOST_REQUESTS = 2_000
+MOST_BLIS_REQUESTS = 2_000
 """Most requests of an engine that are replayed: the latest ones."""
 
 DEFAULT_SLOTS = 256
@@ -82,7 +82,7 @@ BAR_PCT: Mapping[tuple[str, int], float] = {
 }
 """The bar for a replay: latency and percentile to the largest acceptable error in percent."""
 
-_SOONEST, _LEAST_SPREAD = 0.1, 0.4
+_SOONEST, _LEAST_LENGTH_SPREAD = 0.1, 0.4
 """Share of the requests that are the soonest queued; and the share of a step by which they spread if they wait for one. A wait for
 any moment of a step spreads 0.8 of it between these shares."""
 
@@ -107,9 +107,9 @@ MAX_DIFFERENCE = 0.2
 WEIGHTINGS: Mapping[str, tuple[float, float, float]] = {
     "equal steps, least squares": (0.0, 0.0, np.inf),
     "requests^1 / time^0, least squares": (1.0, 0.0, np.inf),
-    "requests^0.5 / time^0.5, Huber": (0.5, 0.5, HUBER),
+    "requests^0.5 / time^0.5, Huber": (0.5, 0.5, HUBER_SD),
     "requests^0.5 / time^0.5, least squares": (0.5, 0.5, np.inf),
-    "requests^1 / time^0.5, Huber": (1.0, 0.5, HUBER),
+    "requests^1 / time^0.5, Huber": (1.0, 0.5, HUBER_SD),
     "requests^1 / time^1, least squares": (1.0, 1.0, np.inf),
 }
 """Weights that a step may have in the fit: powers of its requests and of its time, and where Huber's weights set in.
@@ -134,7 +134,7 @@ _ROOFLINE_NOTES = (
 class BlisCoefficients:
     """The coefficients as written for BLIS, with the errors of exactly these.
 
-    Of three beta its backend is `roofline`: these are multiples of the peak times, in the order of `ROOFLINE_TERMS`.
+    Of three beta its backend is `roofline`: these are multiples of the peak times, in the order of `BLIS_ROOFLINE_TERMS`.
     """
 
     alpha: tuple[int, int, int]
@@ -186,7 +186,7 @@ def fit_blis(source: Source, *, only_ten: bool = False) -> BlisCoefficients:
             notes.append(f"a departure has no fixed part in this form: E2E lacks {departure[0]:,} us")
     else:
         errors += departure_errors
-        same = [n for i, n in enumerate(_NAMES) if not steps.varies[i] and steps.x[:, i].any()]
+        same = [n for i, n in enumerate(_TERM_NAMES) if not steps.varies[i] and steps.x[:, i].any()]
         notes += [
             f"{', '.join(same)} do not vary in one deployment: beta6 contains what they add, for this deployment only",
             f"{len(beta)} beta: the eleventh that BLIS reads, MoE dispatch between data-parallel ranks, stays at its default, beta3",
@@ -202,7 +202,7 @@ def fit_blis(source: Source, *, only_ten: bool = False) -> BlisCoefficients:
 
 
 def _is_roofline(beta: Vector) -> bool:
-    return len(beta) == len(ROOFLINE_TERMS)
+    return len(beta) == len(BLIS_ROOFLINE_TERMS)
 
 
 def _roofline_alpha(alpha: tuple[int, int, int]) -> tuple[int, int, int]:
@@ -254,7 +254,7 @@ def _arrival_without_clock(
     y, trained = target_of(holdout), target_of(train)
     step_us = float(np.median(source.tables.timeline["cycle_us"].drop_nulls().to_numpy()))
     soonest, latest = np.quantile(trained, [_SOONEST, 1 - _SOONEST])
-    waits = latest - soonest > _LEAST_SPREAD * step_us
+    waits = latest - soonest > _LEAST_LENGTH_SPREAD * step_us
     alpha = round(float(soonest if waits else trained.mean()))
     note = (
         f"alpha0 is what the soonest {100 * _SOONEST:.0f} % of the requests took: the others contain a wait for the step in progress, which "
@@ -310,7 +310,7 @@ class _Steps:
     x: Vector
     y: Vector
     roofline: Matrix
-    """Training steps on `ROOFLINE_TERMS`, shape (n, 3)."""
+    """Training steps on `BLIS_ROOFLINE_TERMS`, shape (n, 3)."""
     varies: Flags
     ends: pl.DataFrame
     """run_id, server, holdout_from_ns."""
@@ -333,19 +333,19 @@ def _with_terms(source: Source, frame: pl.DataFrame) -> pl.DataFrame:
     # Prefill requests of a step count as equal: a summary has only their total.
     seen = prefill * (before + prefill / 2) / np.maximum(prefill_reqs, 1.0)
     terms = shape.terms((prefill, before, seen, decode_reqs, contexts))
-    columns = {name: pl.Series(terms[:, i]) for i, name in enumerate(ROOFLINE_TERMS)}
+    columns = {name: pl.Series(terms[:, i]) for i, name in enumerate(BLIS_ROOFLINE_TERMS)}
     return add_blis_terms(frame, context.architecture, context.gpu, tp=tp).with_columns(**columns)
 
 
 def _steps(source: Source) -> _Steps:
     timeline = _with_terms(source, with_prefill_pairs(source.tables.timeline, source.tables.requests))
-    rows = source.steps([*_NAMES, *ROOFLINE_TERMS], timeline)
-    train, holdout = train_and_holdout(source, rows, _NAMES, "BLIS step terms")
-    x, y = matrix(train, _NAMES), target_of(train)
+    rows = source.steps([*_TERM_NAMES, *BLIS_ROOFLINE_TERMS], timeline)
+    train, holdout = train_and_holdout(source, rows, _TERM_NAMES, "BLIS step terms")
+    x, y = matrix(train, _TERM_NAMES), target_of(train)
     # Terms that do not vary within the deployment cannot be separated: BLIS's constant of a step takes their sum.
-    varies = np.array([i == _CONSTANT or np.ptp(x[:, i]) > 0 for i in range(len(_NAMES))])
+    varies = np.array([i == _ONE_TERM or np.ptp(x[:, i]) > 0 for i in range(len(_TERM_NAMES))])
     ends = rows.drop_nulls("holdout_from_ns").group_by(SERVER).agg(pl.col("holdout_from_ns").first())
-    return _Steps(train, holdout, x, y, matrix(train, ROOFLINE_TERMS), varies, ends)
+    return _Steps(train, holdout, x, y, matrix(train, BLIS_ROOFLINE_TERMS), varies, ends)
 
 
 def _folded(x: Vector) -> Vector:
@@ -356,7 +356,7 @@ def _folded(x: Vector) -> Vector:
 
 def _weights(steps: _Steps, requests_power: float, time_power: float) -> Vector:
     # A step without requests has no weight where requests count, and no infinite one.
-    requests = np.maximum(steps.x[:, _REQUESTS], 1e-9)
+    requests = np.maximum(steps.x[:, _REQUESTS_TERM], 1e-9)
     weights = requests**requests_power / np.maximum(steps.y, 1.0) ** time_power
     # A row of an interval is the mean of several steps.
     weights = weights * steps.train["interval_steps"].to_numpy().astype(float)
@@ -411,10 +411,10 @@ _FORMS = {"": _fit_ten, "eight coefficients, ": _fit_eight, "roofline, ": _fit_r
 def _step_errors(steps: _Steps, beta: Vector) -> Iterator[HeldOut]:
     y = target_of(steps.holdout)
     if _is_roofline(beta):
-        took = roofline_us(matrix(steps.holdout, ROOFLINE_TERMS), beta)
+        took = roofline_us(matrix(steps.holdout, BLIS_ROOFLINE_TERMS), beta)
     else:
-        x = matrix(steps.holdout, _NAMES)
-        took = (x if len(beta) == len(_NAMES) else _folded(x)) @ beta
+        x = matrix(steps.holdout, _TERM_NAMES)
+        took = (x if len(beta) == len(_TERM_NAMES) else _folded(x)) @ beta
     predicted = np.maximum(np.floor(took), 1.0)  # as BLIS cuts them
     mixed = steps.holdout["has_prefill"].to_numpy()
     for what, rows in {
@@ -427,7 +427,7 @@ def _step_errors(steps: _Steps, beta: Vector) -> Iterator[HeldOut]:
 
 
 # The two terms of each phase; the larger one decides its time.
-_PHASES = {"prefill": {0: "compute", 8: "KV"}, "decode": {1: "compute", 9: "KV"}}
+_PHASE_TERMS = {"prefill": {0: "compute", 8: "KV"}, "decode": {1: "compute", 9: "KV"}}
 
 
 def _transfer(beta: Vector, steps: _Steps) -> Iterator[str]:
@@ -436,9 +436,9 @@ def _transfer(beta: Vector, steps: _Steps) -> Iterator[str]:
     A phase is bound by one of its two roofline terms. One of them may therefore be 0, but not both, and neither should be a
     large multiple of its nominal value.
     """
-    implausible, phases = [], _PHASES
+    implausible, phases = [], _PHASE_TERMS
     if _is_roofline(beta):
-        factors, phases = zip(ROOFLINE_TERMS, beta, strict=True), {}
+        factors, phases = zip(BLIS_ROOFLINE_TERMS, beta, strict=True), {}
         implausible = [f"{name} is {f:.3g} times nominal" for name, f in factors if f > MOST_NOMINAL]
     for phase, terms in phases.items():
         varying = {i: what for i, what in terms.items() if steps.varies[i] and i < len(beta)}
@@ -459,11 +459,11 @@ def _full_batch(source: Source, steps: _Steps, beta: Vector) -> Iterator[str]:
     """Yield a note where BLIS's step time differs from that of the step model when every slot decodes."""
     slots = source.deployment.context.settings.max_num_seqs
     decode = steps.train.filter(~pl.col("has_prefill"))
-    trained_on = float(matrix(steps.train, [_NAMES[_REQUESTS]]).max())
+    trained_on = float(matrix(steps.train, [_TERM_NAMES[_REQUESTS_TERM]]).max())
     if slots is None or slots <= trained_on or not decode.height:
         return
-    each = decode[_NAMES[_DECODE_KV]] / decode[_NAMES[_REQUESTS]]
-    per_token = _step_rates(source, np.eye(len(_NAMES))[_DECODE_KV]).context_token
+    each = decode[_TERM_NAMES[_DECODE_KV]] / decode[_TERM_NAMES[_REQUESTS_TERM]]
+    per_token = _step_rates(source, np.eye(len(_TERM_NAMES))[_DECODE_KV]).context_token
     context = max(float(each.to_numpy().mean()) / per_token - 1, 1.0)
     blis = _times(source, beta).step(StepBatch(decode_reqs=slots, context_tokens=slots * context))
     full = pl.DataFrame({"batch": [float(slots)], "context": [context]})
@@ -488,8 +488,8 @@ def _times(source: Source, beta: Vector) -> StepRates | RooflineRates:
 
 def _step_rates(source: Source, beta: Vector) -> StepRates:
     """Return BLIS's step time as a sum of products: the differences of its terms between steps that differ in one count."""
-    if len(beta) < len(_NAMES):
-        one = np.eye(len(_NAMES))
+    if len(beta) < len(_TERM_NAMES):
+        one = np.eye(len(_TERM_NAMES))
         phases = (
             (_step_rates(source, factor * one[compute]), _step_rates(source, factor * one[kv]))
             for factor, compute, kv in ((beta[0], 0, 8), (beta[1], 1, 9))
@@ -502,7 +502,7 @@ def _step_rates(source: Source, beta: Vector) -> StepRates:
     decode = request | {"decode_tokens": 1.0}
     pair, context = token | {PAIRS_COLUMN: 1.0}, decode | {"context_tokens": 1.0}
     terms = _with_terms(source, pl.DataFrame([nothing, request, token, pair, decode, context]))
-    empty, one, token_us, pair_us, decode_us, context_us = (matrix(terms, _NAMES) @ beta).tolist()
+    empty, one, token_us, pair_us, decode_us, context_us = (matrix(terms, _TERM_NAMES) @ beta).tolist()
     return StepRates(
         empty, one - empty, token_us - empty, pair_us - token_us, decode_us - one, context_us - decode_us
     )
@@ -513,14 +513,14 @@ def _step_rates(source: Source, beta: Vector) -> StepRates:
 _Replay: TypeAlias = "Callable[[pl.DataFrame, Vector], tuple[pl.DataFrame, bool]]"
 """Requests and beta to what `_replayed` returns."""
 
-LENGTHS = {
+BLIS_LENGTHS = {
     "prompt": pl.col("prompt_tokens").cast(pl.Int64),
     "output": pl.col("output_tokens").fill_null(1).clip(lower_bound=1).cast(pl.Int64),
     "shared": pl.col("cached_prompt_tokens").fill_null(0).clip(lower_bound=0).cast(pl.Int64),
 }
 """Lengths of a request as BLIS takes them; `shared` tokens of the prompt are in the prefix cache."""
 
-_LATENCIES = {
+_LATENCY_COLUMNS = {
     "TTFT": pl.col("ttft_us"),
     "ITL": pl.col("itl_us"),
     # A span without events ends where the front end has the last token.
@@ -554,22 +554,22 @@ def _requests(source: Source, ends: pl.DataFrame) -> tuple[pl.DataFrame, str | N
         arrival=whole_us(pl.col("arrival_ns") - begin),
         departure=whole_us(pl.coalesce("departed_ns", "finished_ns", "first_token_ns") - begin),
         boundary=(pl.col("holdout_from_ns").first().over(ENGINE) - begin) / 1e3,
-        **LENGTHS,
+        **BLIS_LENGTHS,
         counts=(
             pl.col("finish_status").ne_missing("aborted")
             & (pl.col("output_tokens") > 1)
-            & pl.all_horizontal(measured.is_not_null() for measured in _LATENCIES.values())
+            & pl.all_horizontal(measured.is_not_null() for measured in _LATENCY_COLUMNS.values())
         ).fill_null(value=False),
-        **{name: measured.cast(pl.Float64) for name, measured in _LATENCIES.items()},
+        **{name: measured.cast(pl.Float64) for name, measured in _LATENCY_COLUMNS.items()},
     )
-    is_sampled = (source.tables.runs["journey_sampling"] < ALL_JOURNEYS).any()
+    is_sampled = (source.tables.runs["journey_sampling"] < BLIS_JOURNEYS_SHARE).any()
     return requests, "journeys of all requests would let their replay choose" if is_sampled else None
 
 
 def _training(requests: pl.DataFrame) -> pl.DataFrame:
     """Return the requests that arrived before the hold-out; those that left in it are replayed but do not count."""
     early = requests.filter(pl.col("arrival") < pl.col("boundary"))
-    latest = early.group_by(ENGINE, maintain_order=True).tail(MOST_REQUESTS)
+    latest = early.group_by(ENGINE, maintain_order=True).tail(MOST_BLIS_REQUESTS)
     return latest.with_columns(counts=pl.col("counts") & (pl.col("departure") < pl.col("boundary")))
 
 
@@ -670,7 +670,7 @@ def _replayed_errors(
 ) -> tuple[list[HeldOut], str]:
     """Replay the latest requests, and return the errors of those that arrived in the hold-out, with a note."""
     # Twice as many as count at most: the engine must be under load when they arrive.
-    latest = requests.group_by(ENGINE, maintain_order=True).tail(2 * MOST_REQUESTS)
+    latest = requests.group_by(ENGINE, maintain_order=True).tail(2 * MOST_BLIS_REQUESTS)
     late = pl.col("counts") & (pl.col("arrival") >= pl.col("boundary"))
     compared, _ = replays(latest.with_columns(counts=late), beta)
     if compared.height < MIN_REQUESTS // 4:
@@ -683,11 +683,11 @@ def _replayed_errors(
             compared[f"replayed {name}"].to_numpy(),
             training[name].drop_nulls().to_numpy(),
         )
-        for name in _LATENCIES
+        for name in _LATENCY_COLUMNS
     ]
     errors_text = "; ".join(
         f"{name} {', '.join(f'P{p} {_error_pct(compared, name, p):+.1f} %' for p in (50, 90, 99))}"
-        for name in _LATENCIES
+        for name in _LATENCY_COLUMNS
     )
     return (
         errors,

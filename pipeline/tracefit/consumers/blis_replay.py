@@ -88,7 +88,7 @@ class RooflineRates(_WholeSteps):
 
     def exact(self, batch: StepBatch, context: float | Vector) -> float | Vector:
         """Return the larger time."""
-        prefill = (batch.prefill_tokens, batch.prefill_context_tokens, batch.prefill_seen)
+        prefill = (batch.prefill_tokens, batch.prefill_context_tokens, batch.prefill_attention_pairs)
         took = roofline_us(self.shape.terms((*prefill, batch.decode_reqs, context)), self.factors)
         return took if isinstance(context, np.ndarray) else took.item()
 

@@ -60,7 +60,7 @@ BLIS_TERMS: dict[str, str] = {
 }
 """Terms in the order of BLIS's ten beta coefficients, with their units."""
 
-ROOFLINE_TERMS = ("roofline_prefill_us", "roofline_decode_us", "roofline_memory_us")
+BLIS_ROOFLINE_TERMS = ("roofline_prefill_us", "roofline_decode_us", "roofline_memory_us")
 """Terms of its backend `roofline` at the peak rates: a step takes the larger of compute (the sum of two) and memory time."""
 
 # BLIS's constants, whatever the model's data types are.
@@ -184,7 +184,7 @@ class RooflineShape:
     activation_us: float
 
     def terms(self, counts: Sequence[Vector | float]) -> Matrix:
-        """Return the columns of `ROOFLINE_TERMS`, shape (n, 3).
+        """Return the columns of `BLIS_ROOFLINE_TERMS`, shape (n, 3).
 
         Args:
             counts: prefill tokens, tokens of their requests in the cache, sum of t * (c + t / 2) over requests that compute t tokens

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from tracefit.results.models import HeldOut
     from tracefit.statistics import Matrix, Vector
 
-POINTS = 33
+GRID_POINTS = 33
 """Points of each axis."""
 
 COLUMNS = (
@@ -120,10 +120,10 @@ def axes(train: pl.DataFrame) -> tuple[Vector, Vector, Vector]:
     each = decode.select(mean=pl.col("context_tokens") / pl.col("num_decode_reqs"))["mean"]
     low, high = max(float(each.min() or 1.0), 1.0), max(float(each.max() or 2.0), 2.0)  # type: ignore[arg-type]
     most_kv = max(float(decode["context_tokens"].max() or 2.0), 2.0)  # type: ignore[arg-type]
-    isl = np.linspace(1.0, most_prefill, POINTS)
-    active = np.linspace(low, max(most_kv, low + 1), POINTS)
+    isl = np.linspace(1.0, most_prefill, GRID_POINTS)
+    active = np.linspace(low, max(most_kv, low + 1), GRID_POINTS)
     # The batch is active / context, which bends most at short contexts: geometric spacing puts more points there.
-    context = np.geomspace(low, max(high, low + 1), POINTS)
+    context = np.geomspace(low, max(high, low + 1), GRID_POINTS)
     return isl, active, context
 
 

@@ -28,7 +28,7 @@ from tracefit.fit.estimators import fit_nonnegative
 from tracefit.fit.fitted import matrix, target_of
 from tracefit.options import ServerOptions, named
 
-_COLUMNS = ("num_decode_reqs", "num_prefill_reqs", "context_tokens")
+_FLEET_COLUMNS = ("num_decode_reqs", "num_prefill_reqs", "context_tokens")
 
 
 def to_fleet_sim(source: Source) -> Export:
@@ -49,8 +49,8 @@ def to_fleet_sim(source: Source) -> Export:
             hint=f"ingest the run again and name them with {named(ServerOptions, 'settings')}",
         )
     sequences = pl.col("num_decode_reqs") + pl.col("num_prefill_reqs")
-    rows = source.steps(_COLUMNS).with_columns(sequences=sequences.cast(pl.Float64))
-    train, holdout = train_and_holdout(source, rows, [*_COLUMNS, "sequences"], "step times")
+    rows = source.steps(_FLEET_COLUMNS).with_columns(sequences=sequences.cast(pl.Float64))
+    train, holdout = train_and_holdout(source, rows, [*_FLEET_COLUMNS, "sequences"], "step times")
     y, weights = target_of(train), train["interval_steps"].to_numpy().astype(float)
     x, later = (matrix(part, ["sequences"])[:, 0] for part in (train, holdout))
     fitted = fit_nonnegative(np.column_stack([np.ones(len(y)), x]), y, weights, huber=np.inf)

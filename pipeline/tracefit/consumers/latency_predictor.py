@@ -15,7 +15,7 @@ from tracefit.errors import DataError
 from tracefit.server.settings import ALL_SPANS
 from tracefit.tables.schema import ENGINE
 
-MOST_ROWS = 20_000
+MOST_PREDICTOR_ROWS = 20_000
 """The latest requests."""
 
 
@@ -33,7 +33,7 @@ def to_latency_predictor(source: Source) -> Export:
         source.tables.requests.join(steps, on=[*ENGINE, "queued_step"], how="inner")
         .drop_nulls([*needed, "kv_usage_ratio"])
         .sort("arrival_ns")
-        .tail(MOST_ROWS)
+        .tail(MOST_PREDICTOR_ROWS)
     )
     if not requests.height:
         raise DataError(

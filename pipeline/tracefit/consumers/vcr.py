@@ -19,10 +19,10 @@ from tracefit.tables.schema import ENGINE
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-MOST_REQUESTS = 5_000
+MOST_VCR_REQUESTS = 5_000
 """The latest requests."""
 
-_FIELDS = ("prompt_tokens", "cached_tokens", "output_tokens", "ttft_ms", "concurrency", "arrival_ms")
+_VCR_FIELDS = ("prompt_tokens", "cached_tokens", "output_tokens", "ttft_ms", "concurrency", "arrival_ms")
 
 
 def to_vcr(source: Source) -> Export:
@@ -77,7 +77,7 @@ def _requests(source: Source) -> pl.DataFrame:
     timed = requests.drop_nulls(["ttft_us", "itl_us", "prompt_tokens", "output_tokens", "arrival_ns"]).filter(
         (pl.col("output_tokens") > 1) & pl.col("finish_status").ne_missing("aborted")
     )
-    rows = timed.sort("arrival_ns").tail(MOST_REQUESTS).with_row_index("i")
+    rows = timed.sort("arrival_ns").tail(MOST_VCR_REQUESTS).with_row_index("i")
     # One step after the first token for each further one, or the gaps are unknown.
     tokens = pl.col("finished_step") - pl.col("first_token_step") == pl.col("output_tokens") - 1
     decoding = (
@@ -110,7 +110,7 @@ def _requests(source: Source) -> pl.DataFrame:
 
 def _record(row: Mapping[str, object]) -> dict[str, object]:
     """Return a line of the trace; what is not known is left out."""
-    record = {name: row[name] for name in _FIELDS if row[name] is not None}
+    record = {name: row[name] for name in _VCR_FIELDS if row[name] is not None}
     if row["whole"]:
         context = {"num_running": row["running_depth"], "prefill_tokens": row["finished"]}
         return record | {"itl_ms": row["itl_ms"], "itl_ctx": context}

@@ -13,13 +13,20 @@ from tracefit.diagnostics.attempts import Attempts
 from tracefit.diagnostics.breakdown import Breakdown, first_token_breakdown, first_token_parts
 from tracefit.diagnostics.engines import TIMELINE_COLUMNS, EngineRun, engine_run
 from tracefit.diagnostics.load import latencies_over_load, measured_latencies, step_times_over_batch
-from tracefit.diagnostics.rows import BATCH_COLUMNS, MOST_RUNS, ROW_COLUMNS, STEP, evaluated, with_batches
+from tracefit.diagnostics.rows import (
+    MOST_DRAWN_RUNS,
+    RESIDUAL_BATCH_COLUMNS,
+    RESIDUAL_COLUMNS,
+    STEP,
+    evaluated,
+    with_batches,
+)
 from tracefit.diagnostics.slowest import SLOWEST_COLUMNS, SlowRequest, slowest_requests
 from tracefit.errors import UsageError
 from tracefit.models.evaluate import CompiledModel
-from tracefit.models.targets import LATENCIES, is_step_model
+from tracefit.models.targets import LATENCY_TITLES, is_step_model
 from tracefit.options import TablesOption, named
-from tracefit.tables.client_times import TIMES
+from tracefit.tables.client_times import CLIENT_TIMES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -32,12 +39,12 @@ if TYPE_CHECKING:
 MOST_ENGINES = 4
 """Engines drawn per deployment; the tables have all of them."""
 
-_REQUEST_COLUMNS = (
+_DRAWN_REQUEST_COLUMNS = (
     *("run_id", "server", "arrival_ns", "queued_ns", "finished_ns", "aborted_ns", "departed_ns"),
-    *("finish_status", "prompt_tokens", "dialect", *TIMES),
+    *("finish_status", "prompt_tokens", "dialect", *CLIENT_TIMES),
 )
 
-_STEP_COLUMNS = ("run_id", "cycle_us", "cycle_source", "idle_after", "running_depth")
+_DRAWN_STEP_COLUMNS = ("run_id", "cycle_us", "cycle_source", "idle_after", "running_depth")
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,17 +105,17 @@ def diagnose(
             hint=f"name the tables folder with {named(TablesOption)}",
         )
     runs = list(deployment.runs)
-    of_rows = sorted(ROW_COLUMNS.union(*(CompiledModel(m).columns_with_clock for m in models)))
+    of_rows = sorted(RESIDUAL_COLUMNS.union(*(CompiledModel(m).columns_with_clock for m in models)))
     steps = with_batches(
         store.read("beta_training", runs, of_rows).filter(deployment_id=deployment.deployment_id),
-        store.read("timeline", runs, [*STEP, *BATCH_COLUMNS]),
+        store.read("timeline", runs, [*STEP, *RESIDUAL_BATCH_COLUMNS]),
         lag_steps=deployment.timeline.execution_lag_steps,
     )
-    durations = [*(f"{name}_us" for name in LATENCIES), *first_token_parts().values()]
-    columns = dict.fromkeys([*_REQUEST_COLUMNS, *durations, *SLOWEST_COLUMNS])
+    durations = [*(f"{name}_us" for name in LATENCY_TITLES), *first_token_parts().values()]
+    columns = dict.fromkeys([*_DRAWN_REQUEST_COLUMNS, *durations, *SLOWEST_COLUMNS])
     requests = store.read("requests", runs, list(columns))
-    of_first_runs = requests.filter(pl.col("run_id").is_in(runs[:MOST_RUNS]))
-    timeline = store.read("timeline", runs[:MOST_RUNS], _STEP_COLUMNS)
+    of_first_runs = requests.filter(pl.col("run_id").is_in(runs[:MOST_DRAWN_RUNS]))
+    timeline = store.read("timeline", runs[:MOST_DRAWN_RUNS], _DRAWN_STEP_COLUMNS)
     make = (attempts := Attempts()).make
     engines = _engines(deployment, store, steps, attempts)
     return DeploymentDiagnostics(

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from tracefit.fit.results import Overload
 
-BINS = 80
+LOAD_BINS = 80
 
 SHORTEST_IDLE_SHARE = 0.005
 """Idle gaps shorter than this share of the run are too thin to be visible."""
@@ -85,8 +85,8 @@ def engine_run(
 
 def _time_bins(known: pl.DataFrame, seconds: float) -> pl.DataFrame:
     # The last step starts at the end of the last interval: it belongs to that one.
-    width = seconds / BINS
-    number = (pl.col("at_s") / width).floor().clip(0, BINS - 1)
+    width = seconds / LOAD_BINS
+    number = (pl.col("at_s") / width).floor().clip(0, LOAD_BINS - 1)
     busy = pl.col("cycle_us").filter(~pl.col("idle_after"))
     return (
         known.group_by(bin=number, maintain_order=True)

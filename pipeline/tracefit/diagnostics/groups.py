@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 US_PER_MS = 1e3
 
-_GROUPS = 8
+_MOST_GROUPS = 8
 ENOUGH_FOR_P90 = 50
 """Rows of a group: the tenth above its P90 is five of them."""
 
@@ -34,7 +34,7 @@ class Bin(NamedTuple):
 def bins_of(rows: pl.DataFrame, x: str, y: str, *, least: int = 1) -> list[Bin]:
     """Sum up y in groups of about equal size along x, of so many rows at least; rows of one x are in one group."""
     # Groups of few rows differ by chance, and so do those that split rows of one x.
-    count = min(_GROUPS, max(2, rows.height // least))
+    count = min(_MOST_GROUPS, max(2, rows.height // least))
     ranked = rows.sort(x).with_columns(
         group=((pl.col(x).rank("min") - 1) * count).cast(pl.Int64) // pl.len().cast(pl.Int64)
     )

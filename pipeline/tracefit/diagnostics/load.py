@@ -5,7 +5,7 @@ from __future__ import annotations
 import polars as pl
 
 from tracefit.diagnostics.groups import US_PER_MS, Bin, bins_by_run, count_open
-from tracefit.models.targets import LATENCIES
+from tracefit.models.targets import LATENCY_TITLES
 from tracefit.statistics import PERCENTS, percentile
 from tracefit.tables.client_times import with_clients_latencies
 from tracefit.tables.requests import latency_us
@@ -14,8 +14,8 @@ from tracefit.tables.schema import SERVER
 
 def measured_latencies(requests: pl.DataFrame) -> dict[str, dict[int, float]]:
     """Return percentiles of the measured request latencies in ms; a latency of fewer than two requests is left out."""
-    rows = with_clients_latencies(requests).select(latency_us(name).alias(name) for name in LATENCIES)
-    known = {name: (rows[name].drop_nulls() / US_PER_MS).to_numpy() for name in LATENCIES}
+    rows = with_clients_latencies(requests).select(latency_us(name).alias(name) for name in LATENCY_TITLES)
+    known = {name: (rows[name].drop_nulls() / US_PER_MS).to_numpy() for name in LATENCY_TITLES}
     return {name: {p: percentile(ms, p) for p in PERCENTS} for name, ms in known.items() if len(ms) >= 2}
 
 
@@ -23,14 +23,14 @@ def latencies_over_load(requests: pl.DataFrame) -> dict[str, pl.DataFrame]:
     """Return each latency of the requests and how many were in flight when each arrived: run_id, in_flight, ms."""
     began = pl.coalesce("arrival_ns", "queued_ns")
     ended = pl.coalesce("finished_ns", "aborted_ns", "departed_ns")
-    latencies = {f"{name}_us": latency_us(name) for name in LATENCIES}
+    latencies = {f"{name}_us": latency_us(name) for name in LATENCY_TITLES}
     rows = requests.select(*SERVER, **latencies, began=began, ended=ended).drop_nulls("began")
     servers = [part.with_columns(in_flight=_in_flight(part)) for part in rows.partition_by(SERVER)]
     if not servers:
         return {}
     every = pl.concat(servers)
     over_load = {}
-    for name in LATENCIES:
+    for name in LATENCY_TITLES:
         ms = pl.col(f"{name}_us") / US_PER_MS
         measured = every.filter(ms > 0)
         if measured.height >= 2:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 STEP = (*ENGINE, "step_id")
 
-BATCH_COLUMNS = (
+RESIDUAL_BATCH_COLUMNS = (
     *("num_prefill_reqs", "num_decode_reqs", "prefill_tokens", "prefill_context_tokens"),
     *("decode_tokens", "context_tokens"),
 )
@@ -37,7 +37,7 @@ COMPOSITION = {
 }
 """Facts of a step that readers see, over columns of the `timeline` table."""
 
-ROW_COLUMNS = frozenset(
+RESIDUAL_COLUMNS = frozenset(
     {*STEP, "deployment_id", "target", "source", "ts_ns", "y", "split", "excluded_reason"}
 )
 """Columns of training rows that figures need beside the features of the models."""
@@ -45,7 +45,7 @@ ROW_COLUMNS = frozenset(
 _STRONG = 2
 """Features that residuals are drawn over."""
 
-MOST_RUNS = 6
+MOST_DRAWN_RUNS = 6
 """Runs overlaid in one figure."""
 
 TIME_BINS = 160
@@ -60,7 +60,7 @@ def with_batches(steps: pl.DataFrame, batches: pl.DataFrame, *, lag_steps: int =
     With `lag_steps` 1 the batch of the step before executes: scheduling runs that far ahead.
     """
     single = pl.when(is_one_step()).then(pl.col("step_id"))
-    new = [c for c in BATCH_COLUMNS if c not in steps.columns]
+    new = [c for c in RESIDUAL_BATCH_COLUMNS if c not in steps.columns]
     return steps.with_columns(step_id=single).join(
         batches.select(*STEP, *new).with_columns(pl.col("step_id") + lag_steps),
         on=list(STEP),
@@ -84,7 +84,7 @@ def evaluated(model: Model, rows: pl.DataFrame) -> pl.DataFrame | None:
         kept = single if single.filter(split="holdout").height >= FEW_ROWS else kept
     # Time is in seconds, or in steps if the steps have no time.
     unit = 1 if kept["ts_ns"].null_count() else 1e9
-    needed = {*STEP, *BATCH_COLUMNS, "ts_ns", "split", *compiled.columns_with_clock}
+    needed = {*STEP, *RESIDUAL_BATCH_COLUMNS, "ts_ns", "split", *compiled.columns_with_clock}
     values = amounts_of(kept, compiled.columns_with_clock)
     with np.errstate(all="ignore"):
         predicted_ms = compiled.evaluate_with_clock(values) / US_PER_MS
@@ -150,7 +150,7 @@ def steps_over_time(kept: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame, pl.
         means over equal intervals of time: begins, at_s, measured_ms, predicted_ms.
     """
     # Without the time between runs: traces of two days would be two dots with nothing between them.
-    runs = kept.group_by(SERVER, maintain_order=True).agg(seconds=pl.col("at_s").max()).head(MOST_RUNS)
+    runs = kept.group_by(SERVER, maintain_order=True).agg(seconds=pl.col("at_s").max()).head(MOST_DRAWN_RUNS)
     total = float(runs["seconds"].sum()) or 1.0
     begins = pl.col("seconds").cum_sum().shift(1, fill_value=0.0)
     runs = runs.with_columns(begins=begins + _BETWEEN_RUNS * total * pl.int_range(pl.len()))

@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 _EACH = 5
 """Requests listed by each latency."""
 
-_SMALL = 0.1
+_SMALL_SHARE = 0.1
 """Least share of a request's time that makes a part a reason."""
 
-_NAMES = (*ENGINE, "request_id", "core_request_id")
+_REQUEST_NAMES = (*ENGINE, "request_id", "core_request_id")
 SLOWEST_COLUMNS = (
-    *(*_NAMES, "arrival_ns", "queued_ns", "first_scheduled_ns", "finish_status"),
+    *(*_REQUEST_NAMES, "arrival_ns", "queued_ns", "first_scheduled_ns", "finish_status"),
     *("first_scheduled_step", "first_token_step", "prompt_tokens", "output_tokens", "num_preemptions"),
     *("ttft_us", "e2e_us", "admission_us", "queue_wait_us", "requeue_wait_us", "prefill_us", "decode_us"),
 )
@@ -55,7 +55,7 @@ def slowest_requests(requests: pl.DataFrame) -> tuple[SlowRequest, ...]:
         whole.drop_nulls(f"{name}_us").top_k(_EACH, by=f"{name}_us").with_columns(latency=pl.lit(name))
         for name in ("ttft", "e2e")
     ]
-    slowest = pl.concat(worst).unique([*_NAMES, "arrival_ns"], maintain_order=True)
+    slowest = pl.concat(worst).unique([*_REQUEST_NAMES, "arrival_ns"], maintain_order=True)
     return tuple(
         SlowRequest(
             row["latency"],
@@ -85,7 +85,7 @@ def _ms(us: float | None) -> float | None:
 def _reason(row: Mapping[str, Any]) -> str:
     """Return the parts that took most of a request's time, the longest first."""
     parts = sorted(_parts(row, until_first=row["latency"] == "ttft"), reverse=True)
-    large = [text for us, text in parts if us >= _SMALL * row[f"{row['latency']}_us"]]
+    large = [text for us, text in parts if us >= _SMALL_SHARE * row[f"{row['latency']}_us"]]
     return (
         "; ".join(large or [text for _, text in parts[:1]]) or "its trace does not show where the time went"
     )

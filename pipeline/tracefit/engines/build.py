@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from tracefit.inputs.formats import Recording
     from tracefit.options import BuildLimits, IngestOptions
     from tracefit.server.context import RunContext
-    from tracefit.tables.places import Place
     from tracefit.tables.spread import Spread
+    from tracefit.tables.storage import Storage
     from tracefit.tables.store import ReadFile, TableFile, WrittenTables
     from tracefit.timeline import EngineLimits
 
@@ -53,7 +53,7 @@ _COUNTED_TOKENS = 500_000
 _FEW_UNMATCHED, _FEW_UNMATCHED_SHARE = 2, 0.01
 """Requests of clients, and their share, up to which those that match no span are usual."""
 
-_MOST_NAMED = 5
+_MOST_NAMED_FILES = 5
 """Most other scopes that the error of a run without usable spans names."""
 
 
@@ -65,7 +65,7 @@ class RunTask:
         run_id: The run.
         name: The run's name for the user.
         files: Its trace files with their staged parts, in the order of their names.
-        place: Storage of the staged parts and of the tables.
+        storage: Storage of the staged parts and of the tables.
         scratch: A folder for the finished tables, which the caller moves when it makes them valid; null if the worker
             itself may store them, because no reader sees a table before the manifest names it.
         columns: Values of the `runs` table for the whole run, beside the counts.
@@ -78,7 +78,7 @@ class RunTask:
     run_id: str
     name: str
     files: tuple[ReadFile, ...]
-    place: Place
+    storage: Storage
     scratch: Path | None
     columns: Mapping[str, str | int | None]
     limits: Mapping[str, float]
@@ -147,12 +147,12 @@ def _built_together(tasks: Sequence[RunTask], spread: Spread) -> dict[str, Built
 
 
 def _stored(tasks: Sequence[RunTask], spread: Spread) -> dict[str, BuiltRun]:
-    place, scratch = tasks[0].place, tasks[0].scratch
+    storage, scratch = tasks[0].storage, tasks[0].scratch
     if scratch is None:
-        with place.scratch() as folder:
+        with storage.scratch() as folder:
             built = _build(tasks, folder, spread)
             return {
-                run_id: replace(run, parts={}, tables=put_parts(place, run_id, run.parts))
+                run_id: replace(run, parts={}, tables=put_parts(storage, run_id, run.parts))
                 for run_id, run in built.items()
             }
     folder = Path(tempfile.mkdtemp(prefix="runs-", dir=scratch))
@@ -168,7 +168,7 @@ def _build(tasks: Sequence[RunTask], folder: Path, spread: Spread) -> dict[str, 
     with RunsWriter(folder, run_ids) as writer:
         build_tables(
             [TracedRun(task.run_id, task.files, task.columns) for task in tasks],
-            place=tasks[0].place,
+            storage=tasks[0].storage,
             scratch=folder,
             writer=writer,
             limits=tasks[0].limits,
@@ -319,9 +319,9 @@ def timelines_of(
     """
     if not contexts:
         return
-    kinds: dict[tuple[_Way, str | int], list[str]] = {}
-    tokens_so_far: Counter[_Way] = Counter()
-    for run_id, (way, tokens) in _ways_of(contexts, tables_of(list(contexts))).items():
+    kinds: dict[tuple[_TimelineKind, str | int], list[str]] = {}
+    tokens_so_far: Counter[_TimelineKind] = Counter()
+    for run_id, (way, tokens) in _timeline_kinds_of(contexts, tables_of(list(contexts))).items():
         group = run_id if way.is_apart else tokens_so_far[way] // _COUNTED_TOKENS
         tokens_so_far[way] += tokens if way.is_counted else 0
         kinds.setdefault((way, group), []).append(run_id)
@@ -330,7 +330,7 @@ def timelines_of(
 
 
 @dataclass(frozen=True, slots=True)
-class _Way:
+class _TimelineKind:
     """How the timeline of a run is built.
 
     Attributes:
@@ -355,7 +355,9 @@ class _Way:
     traced_share: float | None
 
 
-def _ways_of(contexts: Mapping[str, RunContext], tables: WrittenTables) -> dict[str, tuple[_Way, int]]:
+def _timeline_kinds_of(
+    contexts: Mapping[str, RunContext], tables: WrittenTables
+) -> dict[str, tuple[_TimelineKind, int]]:
     """Return how the timeline of each run is built, and the output tokens of its requests."""
     from tracefit.timeline import is_logged  # noqa: PLC0415 - most ingests need none
 
@@ -383,7 +385,7 @@ def _ways_of(contexts: Mapping[str, RunContext], tables: WrittenTables) -> dict[
         if rate is None:
             rate = 1.0 if least.get(run_id) is None else least[run_id]
         is_counted = run_id not in journeys and (is_logged_run or not has_steps)
-        way = _Way(
+        way = _TimelineKind(
             engine_limits(context),
             context.settings.is_sglang,
             without_clients,
@@ -397,7 +399,9 @@ def _ways_of(contexts: Mapping[str, RunContext], tables: WrittenTables) -> dict[
     return ways
 
 
-def _timeline_of(tables: WrittenTables, way: _Way) -> dict[str, pl.DataFrame | Iterator[pl.DataFrame]]:
+def _timeline_of(
+    tables: WrittenTables, way: _TimelineKind
+) -> dict[str, pl.DataFrame | Iterator[pl.DataFrame]]:
     from tracefit.timeline import (  # noqa: PLC0415 - most ingests need none
         COUNTED_COLUMNS,
         PLACED_COLUMNS,
@@ -471,8 +475,8 @@ def _numbered(tables: WrittenTables) -> Iterator[pl.DataFrame]:
 
 def _rows_at(tables: WrittenTables, rows: pl.Series) -> pl.DataFrame:
     """Return the requests at some row numbers, which increase."""
-    places = rows.to_frame("row")
-    pieces = (piece.join(places, on="row", how="semi", maintain_order="left") for piece in _numbered(tables))
+    numbers = rows.to_frame("row")
+    pieces = (piece.join(numbers, on="row", how="semi", maintain_order="left") for piece in _numbered(tables))
     return pl.concat([schema.REQUESTS.empty(), *(piece.drop("row") for piece in pieces)])
 
 
@@ -504,7 +508,7 @@ def _require_spans(task: RunTask) -> None:
     other_spans, rejects = sum(part.other_spans for part in parts), sum(part.rejects for part in parts)
     if rejects and not other_spans:
         first = next(p for p in parts if p.rejects)
-        reasons = read_staged(task.place, first.name, "rejects", ["file", "reason"]).filter(file=first.file)
+        reasons = read_staged(task.storage, first.name, "rejects", ["file", "reason"]).filter(file=first.file)
         raise DataError(
             f"none of its records can be read ({rejects} rejected; the first: {reasons['reason'][0]})",
             where=task.name,
@@ -512,10 +516,11 @@ def _require_spans(task: RunTask) -> None:
             f"are read: {asked_for()}",
         )
     staged = (
-        read_staged(task.place, p.name, "other_scopes", ["file", "scope"]).filter(file=p.file) for p in parts
+        read_staged(task.storage, p.name, "other_scopes", ["file", "scope"]).filter(file=p.file)
+        for p in parts
     )
     scopes = {printable(scope or "unnamed") for rows in staged for scope in rows["scope"]}
-    seen = f" ({', '.join(sorted(scopes)[:_MOST_NAMED])})" if scopes else ""
+    seen = f" ({', '.join(sorted(scopes)[:_MOST_NAMED_FILES])})" if scopes else ""
     contents = f"{other_spans} spans of other scopes{seen}, {rejects} unreadable records"
     raise DataError(
         f"holds no spans of {', '.join(dialects.READ_SCOPES)}: {contents}",

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from tracefit.options import IngestOptions
-    from tracefit.tables.places import Place
     from tracefit.tables.rows import SpanRows
+    from tracefit.tables.storage import Storage
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +31,12 @@ class Task:
     Attributes:
         items: Blocks, and the rejects between them.
         options: Which part of the input is kept.
-        place: Storage for the staged parts.
+        storage: Storage for the staged parts.
     """
 
     items: tuple[Block | Reject, ...]
     options: IngestOptions
-    place: Place
+    storage: Storage
 
 
 Decoded = tuple[tuple[StagedPart, ...], ...]
@@ -59,8 +59,8 @@ def decode_task(task: Task) -> Decoded:
     ]
     for some in alike:
         rows = _recorded(some, task.options) if some[0][1].recording else _spans(some, task.options)
-        _write(rows, task.place, parts)
-    _write(_spans([], task.options, rejects), task.place, parts)
+        _write(rows, task.storage, parts)
+    _write(_spans([], task.options, rejects), task.storage, parts)
     return tuple(map(tuple, parts))
 
 
@@ -92,9 +92,9 @@ def _recorded(blocks: _Blocks, options: IngestOptions) -> Iterator[SpanRows]:
     yield rows_of(batch, options, pl.concat(steps, how="diagonal"), lacking)
 
 
-def _write(rows: Iterator[SpanRows], place: Place, parts: list[list[StagedPart]]) -> None:
+def _write(rows: Iterator[SpanRows], storage: Storage, parts: list[list[StagedPart]]) -> None:
     for some in rows:
-        name = write_staged(some, place)
+        name = write_staged(some, storage)
         for file, spans, other_spans, rejects, steps in some.counts.iter_rows():
             parts[file].append(
                 StagedPart(

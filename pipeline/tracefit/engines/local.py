@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from tracefit.engines.jobs import Job, TaskEngine
     from tracefit.engines.worker import Outcome
 
-_TURN_S = 0.2
+_LOCAL_TURN_S = 0.2
 
 
 class LocalEngine:
@@ -102,7 +102,7 @@ class _Crew:
             return
         # More threads than cores would only wait for each other.
         threads = str(max(1, available_cores() // self.size))
-        environment = {**memory.SETTINGS, "POLARS_MAX_THREADS": threads}
+        environment = {**memory.ALLOCATOR_SETTINGS, "POLARS_MAX_THREADS": threads}
         self._workers += [Worker(environment, core) for core in cores_of(self.size)]
         for worker in self._workers:
             self._free.put(worker)
@@ -134,7 +134,7 @@ class _Crew:
 def _ended(running: Collection[Future[Outcome]]) -> Collection[Future[Outcome]]:
     """Wait until a worker has ended a job, or several have."""
     # With a timeout: once polars handles Ctrl-C itself, an unlimited wait is not interrupted.
-    while not (done := wait(running, timeout=_TURN_S, return_when=FIRST_COMPLETED).done):
+    while not (done := wait(running, timeout=_LOCAL_TURN_S, return_when=FIRST_COMPLETED).done):
         pass
     return done
 

@@ -28,7 +28,7 @@ MOST_TRIES = 4
 """Attempts of a job whose worker or node dies. Ray itself would retry one that takes too much memory without end."""
 
 _OBJECTS_BYTES = 512 << 20
-_TURN_S, _ANSWER_S = 0.5, 5.0
+_RAY_TURN_S, _ANSWER_S = 0.5, 5.0
 
 
 class RayEngine:
@@ -134,7 +134,7 @@ class RayEngine:
                     running[self._begin(job, 1)] = job, 1
             if not running:
                 return
-            done, _ = self._ray.wait(list(running), timeout=_TURN_S)
+            done, _ = self._ray.wait(list(running), timeout=_RAY_TURN_S)
             for ref in done:
                 job, tries = running.pop(ref)
                 try:
@@ -159,7 +159,9 @@ class RayEngine:
 
 _OPTIONS: dict[str, Any] = {
     "num_cpus": 1,
-    "runtime_env": {"env_vars": {**memory.SETTINGS, "POLARS_MAX_THREADS": "1", "PYTHONSAFEPATH": "1"}},
+    "runtime_env": {
+        "env_vars": {**memory.ALLOCATOR_SETTINGS, "POLARS_MAX_THREADS": "1", "PYTHONSAFEPATH": "1"}
+    },
 }
 """Options of jobs: a core each, and nothing from the working folder."""
 

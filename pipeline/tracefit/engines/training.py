@@ -17,7 +17,7 @@ from tracefit.engines.build import engine_limits, timelines_of
 from tracefit.engines.jobs import Job, take_together
 from tracefit.features.roofline import with_least_time
 from tracefit.fit.fitted import DeploymentTables
-from tracefit.fit.load import REQUEST_COLUMNS, STEP_COLUMNS, overload_of
+from tracefit.fit.load import LOAD_REQUEST_COLUMNS, LOAD_STEP_COLUMNS, overload_of
 from tracefit.recordings.kv_columns import with_kv_cache, with_prefix_hits
 from tracefit.server.context import context_from_json
 from tracefit.tables.dialects import STOCK
@@ -114,7 +114,7 @@ def frames_of(store: TableStore, run_id: str) -> RunFrames:
     )
     lags = {(run, server): lag for run, server, lag in execution_lags(timeline, events).iter_rows()}
     overload = overload_of(
-        run_id, store.read("requests", [run_id], REQUEST_COLUMNS), steps.select(STEP_COLUMNS)
+        run_id, store.read("requests", [run_id], LOAD_REQUEST_COLUMNS), steps.select(LOAD_STEP_COLUMNS)
     )
     tables = DeploymentTables(
         runs=runs,

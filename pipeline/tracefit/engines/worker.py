@@ -39,7 +39,7 @@ _BEGIN = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from tracefit
 
 
 _END = b""
-"""In place of a call: there will be no other one."""
+"""Instead of a call: there will be no other one."""
 
 _GONE = (EOFError, OSError, pickle.UnpicklingError)
 """Errors of a connection whose other end is gone: before an object, between its parts, or when it is sent."""

@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from tracefit.server.architecture import ModelArchitecture
     from tracefit.server.context import RunContext
 
-PADDED, EXPERTS, PADDED_EXPERTS = "padded_decode_reqs", "experts_read", "padded_experts_read"
-BATCH_TERMS = (PADDED, EXPERTS, PADDED_EXPERTS)
+PADDED_NAMES, EXPERTS, PADDED_EXPERTS = "padded_decode_reqs", "experts_read", "padded_experts_read"
+BATCH_TERMS = (PADDED_NAMES, EXPERTS, PADDED_EXPERTS)
 """Columns that `add_batch_terms` adds."""
 
 _LARGEST_GRAPH = 512
 _STEPS_PER_FORMULA = 8
-_DIGITS = 12
+_FORMULA_DIGITS = 12
 _WITHOUT_PROMPTS = "(1 - min(1, num_prefill_reqs))"
 
 
@@ -65,7 +65,7 @@ def batch_formulas(context: RunContext) -> dict[str, str]:
         ranks = context.settings.data_parallel or 1
         formulas[EXPERTS] = _experts(model, "num_decode_reqs", ranks)
         if sizes:
-            formulas[PADDED_EXPERTS] = _experts(model, PADDED, ranks)
+            formulas[PADDED_EXPERTS] = _experts(model, PADDED_NAMES, ranks)
     return formulas
 
 
@@ -77,12 +77,12 @@ def _staircase(sizes: tuple[int, ...]) -> dict[str, str]:
         f"max(0, num_decode_reqs - {sizes[-1]})",
     ]
     parts = {
-        f"{PADDED}_{first}": " + ".join(steps[first : first + _STEPS_PER_FORMULA])
+        f"{PADDED_NAMES}_{first}": " + ".join(steps[first : first + _STEPS_PER_FORMULA])
         for first in range(0, len(steps), _STEPS_PER_FORMULA)
     }
     return {
         **parts,
-        PADDED: f"min(1, num_prefill_reqs) * num_decode_reqs + {_WITHOUT_PROMPTS} * ({' + '.join(parts)})",
+        PADDED_NAMES: f"min(1, num_prefill_reqs) * num_decode_reqs + {_WITHOUT_PROMPTS} * ({' + '.join(parts)})",
     }
 
 
@@ -93,7 +93,7 @@ def _experts(model: ModelArchitecture, decodes: str, ranks: int) -> str:
     steps would stand for the rest of that cost. Ranks of data parallelism share the experts: the tokens of all of them count, and the others are
     taken to have as many.
     """
-    missed = f"{1 - model.experts_per_token / model.experts:.{_DIGITS}g}"
+    missed = f"{1 - model.experts_per_token / model.experts:.{_FORMULA_DIGITS}g}"
     return f"{_WITHOUT_PROMPTS} * {model.experts} * (1 - {missed} ** ({ranks} * {decodes}))"
 
 

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import polars as pl
 
-from tracefit.features.batches import PADDED, batch_formulas
+from tracefit.features.batches import PADDED_NAMES, batch_formulas
 from tracefit.features.roofline import matrix_formulas, number_text, roofline_formulas
-from tracefit.features.sets import LAW as LAW_SET
+from tracefit.features.sets import LAW_SET
 from tracefit.models.columns import with_formulas
 from tracefit.models.formulas import names_in, parse_formula
 
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     from tracefit.server.architecture import Attention, Layer, ModelArchitecture
     from tracefit.server.context import RunContext
 
-_EXACT_DIGITS = 17
-_FILE_DIGITS = 12
+_EXACT_LAW_DIGITS = 17
+_FILE_LAW_DIGITS = 12
 
-ALWAYS, MEMORY, COMPUTE, LAUNCH = "always", "memory", "compute", "launch"
+OVERHEAD, MEMORY, COMPUTE, LAUNCH = "always", "memory", "compute", "launch"
 
 LawForm = Literal["sum", "longer"]
 """How memory and compute share a step: one after the other, or side by side, so that the longer one is the time."""
@@ -56,7 +56,7 @@ class LawTerm:
     high: float
     prior: float
     scale: float
-    of: str = ALWAYS
+    of: str = OVERHEAD
     same_server: bool = False
     alike: str = ""
 
@@ -81,7 +81,7 @@ def _terms(table: str) -> tuple[LawTerm, ...]:
 # most that a batch can reach, so that fewer are read than counted; those of 4 bits are unpacked on the way. A GPU runs no kernel in less
 # than some microseconds, and launching one from Python takes several times as long. The CPU prepares a batch and samples in half a millisecond
 # or two. An all-reduce of a small batch takes 5 to 10 us between GPUs of one machine, and may send in both directions of a link at once.
-LAW = _terms("""\
+LAW_TERMS = _terms("""\
 one                     | 0   | -  | 600  | 1000 | always
 kernels                 | 0   | -  | 3    | 3    | always
 all_reduces             | 0   | -  | 7    | 7    | always
@@ -101,7 +101,7 @@ launched_large          | 0   | -  | 15   | 15   | launch
 """)
 """The terms of the law, in order; `same` marks those that are offered only where all sources are of one model and GPU, `reads` those that are expected to be alike."""
 
-BATCH_COLUMNS = (
+LAW_BATCH_COLUMNS = (
     "num_prefill_reqs",
     "num_decode_reqs",
     "prefill_tokens",
@@ -170,7 +170,7 @@ def _kernels_of_attention(attention: Attention) -> int:
 # -- one server ------------------------------------------------------------------------------------------
 
 
-def law_formulas(context: RunContext, *, digits: int = _FILE_DIGITS) -> dict[str, str]:
+def law_formulas(context: RunContext, *, digits: int = _FILE_LAW_DIGITS) -> dict[str, str]:
     """Return the names in the law's formulas that are not columns, as formulas with a server's numbers in them.
 
     Args:
@@ -192,7 +192,7 @@ def law_formulas(context: RunContext, *, digits: int = _FILE_DIGITS) -> dict[str
         "narrow_expert_read_us": roofline["moe_expert_read_us"] if model.expert_weight_bytes < 1 else "0",
         **batch,
         "all_reduces": number_text(float(model.all_reduces if tp > 1 else 0), digits),
-        "graph_requests": PADDED if PADDED in batch else "num_decode_reqs",
+        "graph_requests": PADDED_NAMES if PADDED_NAMES in batch else "num_decode_reqs",
     }
 
 
@@ -204,13 +204,13 @@ def with_law(timeline: pl.DataFrame, context: RunContext) -> pl.DataFrame:
     if context.architecture is None or context.gpu is None:
         names = {name for f in LAW_SET.features for name in names_in(parse_formula(f.formula, where=f.name))}
         return timeline.with_columns(
-            pl.lit(None, pl.Float64).alias(name) for name in sorted(names - {*BATCH_COLUMNS})
+            pl.lit(None, pl.Float64).alias(name) for name in sorted(names - {*LAW_BATCH_COLUMNS})
         )
     known = timeline.with_columns(
         prefill_context_tokens=pl.col("prefill_context_tokens").fill_null(0),
         context_tokens=pl.when(pl.col("num_decode_reqs") == 0).then(0).otherwise("context_tokens"),
     )
     # In turn: a formula may use the names before it.
-    for name, text in law_formulas(context, digits=_EXACT_DIGITS).items():
+    for name, text in law_formulas(context, digits=_EXACT_LAW_DIGITS).items():
         known = with_formulas(known, {name: parse_formula(text, where=name)})
     return known

@@ -359,7 +359,7 @@ _DECODES = _features("""\
 + num_decode_reqs        | request | per-request cost of a decode
 + padded_decode_reqs     | request | a batch without prompts is padded to the size of a captured CUDA graph
 """)
-PADDED = {"padded_experts_read": "experts_read", "padded_decode_reqs": "num_decode_reqs"}
+PADDED_OF = {"padded_experts_read": "experts_read", "padded_decode_reqs": "num_decode_reqs"}
 """Features of the padded batch, and those of its requests. With both, whose coefficients are not negative, an empty slot of a
 graph costs between nothing and as much as a request."""
 
@@ -399,12 +399,12 @@ LINE = FeatureSet(
 LINES = (LINE, replace(LINE, name="line+sizes", features=(*LINE.features, *_size_classes())))
 """The same with corrections by the size of the batch."""
 
-_PROMPT = "min(1, num_prefill_reqs)"
+_HAS_PROMPT = "min(1, num_prefill_reqs)"
 MOST_CAPTURED = 512
 """Tokens up to which vLLM captures the pieces of a step with prompts as CUDA graphs: more of its launches are then the GPU's own."""
-_SMALL = f"min(1, max(0, {MOST_CAPTURED + 1} - (prefill_tokens + decode_tokens)))"
+_IS_SMALL = f"min(1, max(0, {MOST_CAPTURED + 1} - (prefill_tokens + decode_tokens)))"
 
-LAW = FeatureSet(
+LAW_SET = FeatureSet(
     "law",
     _features(f"""\
 + one                     | 1             | work of a step that no size changes
@@ -418,11 +418,11 @@ LAW = FeatureSet(
 + prompt_attention_us     | us            | time for the FLOPs of prompt tokens in attention at the GPU's peak
 + decode_matrix_us        | us            | time for the FLOPs of generated tokens in matrices at the GPU's peak
 + tp_comm_us              | us            | time of the all-reduces over the link
-+ prompt_kernels          | kernel        | a step with prompts runs further kernels | {_PROMPT} * kernels
++ prompt_kernels          | kernel        | a step with prompts runs further kernels | {_HAS_PROMPT} * kernels
 + batch_requests          | request       | overhead per request
 + layers_x_graph_requests | layer*request | each layer works on each slot of a captured batch | layers * graph_requests
-+ launched_small          | kernel        | launches of a step that is captured in pieces | {_PROMPT} * {_SMALL} * kernels
-+ launched_large          | kernel        | launches of a step that is not captured | {_PROMPT} * (1 - {_SMALL}) * kernels
++ launched_small          | kernel        | launches of a step that is captured in pieces | {_HAS_PROMPT} * {_IS_SMALL} * kernels
++ launched_large          | kernel        | launches of a step that is not captured | {_HAS_PROMPT} * (1 - {_IS_SMALL}) * kernels
 """),
     defining=("prompt_matrix_us",),
     is_relative=True,
@@ -508,7 +508,7 @@ _BUILT_IN = (
     ROOFLINE_MAX,
     WORK_MAX,
     *LINES,
-    LAW,
+    LAW_SET,
     QUEUE,
     ADMISSION,
     DEPARTURE,

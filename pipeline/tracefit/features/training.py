@@ -30,7 +30,7 @@ from tracefit.models.formulas import names_in, parse_formula
 from tracefit.server.architecture import AttentionKind
 from tracefit.statistics import divided
 from tracefit.tables.schema import ENGINE, SERVER
-from tracefit.tables.sources import DURATION, is_from
+from tracefit.tables.sources import DURATION_SOURCE, is_from
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -66,7 +66,7 @@ _SETTINGS = (
     "enforce_eager",
     "block_size",
 )
-_OF_MODEL = ("layers", "is_moe", "size_proxy", "kv_bytes_per_token")
+_MODEL_COLUMNS = ("layers", "is_moe", "size_proxy", "kv_bytes_per_token")
 _OF_GPU = ("compute_to_bandwidth", "relative_performance")
 
 
@@ -75,7 +75,7 @@ def constants_of(context: RunContext) -> dict[str, float | None]:
     settings, model, gpu = context.settings, context.architecture, context.gpu
     kinds = get_args(AttentionKind)
     values: dict[str, float | None] = {
-        **{name: getattr(model, name) if model else None for name in _OF_MODEL},
+        **{name: getattr(model, name) if model else None for name in _MODEL_COLUMNS},
         **{f"is_{kind.lower()}": model.attention == kind if model else None for kind in kinds},
         **{name: getattr(gpu, name) if gpu else None for name in _OF_GPU},
         "gpu_memory_gb": gpu.memory_gb if gpu else None,
@@ -154,13 +154,13 @@ TOO_FAST = "faster_than_gpu"
 MOST_TOO_FAST = 0.5
 """Share of step times faster than the GPU from which on model, GPU or tensor parallelism are stated wrongly, and the steps count."""
 
-_ROUNDING = 0.01
+_LEAST_STEP_SHARE = 0.01
 """Share by which a measured time may be below the least one: for times and rates that are rounded."""
 
 
 def is_too_fast(time_us: str) -> pl.Expr:
     """Say whether a time is shorter than `LEAST_TIME`; false where that is unknown."""
-    return (pl.col(time_us) < pl.col(LEAST_TIME) * (1 - _ROUNDING)).fill_null(value=False)
+    return (pl.col(time_us) < pl.col(LEAST_TIME) * (1 - _LEAST_STEP_SHARE)).fill_null(value=False)
 
 
 def beta_rows(
@@ -188,7 +188,7 @@ def beta_rows(
         lags = {}
         timeline = timeline.with_columns(
             cycle_us=pl.col("duration_us").cast(pl.Float64),
-            cycle_source=pl.lit(DURATION.name),
+            cycle_source=pl.lit(DURATION_SOURCE.name),
             interval_steps=pl.lit(1, pl.Int64),
             cycle_sd_us=pl.lit(0.0),
             idle_after=pl.lit(value=False),

@@ -49,7 +49,7 @@ SOMEONE_WAITS = Condition(
 )
 """A sampled step counts as `NO_CAPACITY` if a request was left waiting or no slot was free."""
 
-NO_ROOM = Condition(
+NEEDS_ROOM = Condition(
     any=(
         Comparison(feature="free_slots", op="<=", value=0.0),
         Comparison(feature="block_demand", op=">", feature2="kv_blocks_free"),
@@ -60,7 +60,7 @@ NO_ROOM = Condition(
 NO_BUDGET = Condition(any=(Comparison(feature="free_tokens", op="<=", value=0.0),))
 """The token budget of the next scheduling pass does not suffice: a request waits until the prompts ahead are computed."""
 
-NO_CAPACITY = Condition(any=(*(NO_ROOM.any or ()), *(NO_BUDGET.any or ())))
+NO_CAPACITY = Condition(any=(*(NEEDS_ROOM.any or ()), *(NO_BUDGET.any or ())))
 """The next scheduling pass leaves a request waiting when slots, token budget or KV blocks do not suffice for it."""
 
 _BOUNDARY_NOTES = (
@@ -93,7 +93,7 @@ def _by_need(offered: tuple[Feature, ...], exact: bool) -> list[RegimeRows]:
     if not exact:
         return [queued, free]
     prompts = tuple(f for f in offered if f.name in PROMPTS_AHEAD_FEATURES)
-    return [replace(queued, when=NO_ROOM), RegimeRows("prompts_ahead", prompts, NO_BUDGET), free]
+    return [replace(queued, when=NEEDS_ROOM), RegimeRows("prompts_ahead", prompts, NO_BUDGET), free]
 
 
 def _queued_or_free(offered: tuple[Feature, ...], exact: bool) -> list[RegimeRows]:
@@ -106,7 +106,7 @@ def _queued_or_free(offered: tuple[Feature, ...], exact: bool) -> list[RegimeRow
     return [RegimeRows("queued", queued, NO_CAPACITY), RegimeRows(FREE, free)]
 
 
-FORMS: Mapping[FormName, Callable[[tuple[Feature, ...], bool], list[RegimeRows]]] = {
+ALPHA_FORMS: Mapping[FormName, Callable[[tuple[Feature, ...], bool], list[RegimeRows]]] = {
     "line": _one_line,
     "regimes": _by_need,
     "two_regimes": _queued_or_free,
@@ -137,13 +137,13 @@ def fit_target(
     how = _fit_options(target, options)
     regimes: dict[FormName, list[RegimeRows]] = {
         # With a sampled queue state both forms of regimes are the same.
-        name: FORMS[name](features.features, exact)
+        name: ALPHA_FORMS[name](features.features, exact)
         for name in target.forms
         if exact or name != "two_regimes"
     }
     # A queue that builds up makes a wait no constant, whatever the last training rows show.
     if how.label is None or counted_rows(rows, "train").filter(how.label).height < MIN_TRAIN_ROWS:
-        regimes[CONSTANT] = FORMS[CONSTANT](features.features, exact)
+        regimes[CONSTANT] = ALPHA_FORMS[CONSTANT](features.features, exact)
     form, inner = target.forms[0], inner_rows(rows)
     measured = {name: _try(name, inner, regimes[name], how, tables.timeline) for name in regimes}
     candidates = [candidate for candidate in measured.values() if candidate is not None]

@@ -18,7 +18,7 @@ import polars as pl
 
 from tracefit.features import training
 from tracefit.features.law import with_law
-from tracefit.features.sets import LAW, POWER, WORK_MAX, FeatureSet
+from tracefit.features.sets import LAW_SET, POWER, WORK_MAX, FeatureSet
 from tracefit.fit.fitted import (
     PENALTIES,
     DeploymentOptions,
@@ -34,7 +34,7 @@ from tracefit.fit.holdout import (
     LOAD_FEATURES,
     beyond_load,
     beyond_training,
-    error_in_stretches,
+    error_by_stretch,
     error_over_load,
     errors_by_phase,
     load_extrapolation,
@@ -49,12 +49,12 @@ from tracefit.fit.speed import with_speed
 from tracefit.fit.splits import PROMPT_FEATURES, counted_rows, mark_prefix_hits, step_frame
 from tracefit.fit.train import TrainingRows, fit_regimes, mark_outliers
 from tracefit.models.schema import TargetFacts
-from tracefit.models.targets import CYCLE_TIME, DURATION
+from tracefit.models.targets import CYCLE_TIME, DURATION_TARGET
 from tracefit.models.validation import Candidate
 from tracefit.server.settings import ALL_SPANS, NO_PREFIX_CACHE, SGLANG_STEPS, context_remedy, step_remedy
-from tracefit.tables.dialects import SGLANG, STEP_EVENT
+from tracefit.tables.dialects import SGLANG_DIALECT, STEP_EVENT
 from tracefit.tables.schema import ENGINE
-from tracefit.tables.sources import ADJACENT, REQUEST, SOURCES, CycleSource, is_one_step, names_of
+from tracefit.tables.sources import ADJACENT, REQUEST_SOURCE, SOURCES, CycleSource, is_one_step, names_of
 from tracefit.timeline import is_at_recording_end
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ if TYPE_CHECKING:
     from tracefit.statistics import Vector
 
 
-_SUMMARY = re.escape(STEP_EVENT)
+_EVENT_PATTERN = re.escape(STEP_EVENT)
 
 COUNTED_NOTES = (
     "steps are counted from the times of the requests: a row is an interval between two of them, its time the mean of its steps",
@@ -89,7 +89,7 @@ RECORD_LONGER = "record for longer under load, or let the log write fractions of
 _WITHOUT_GPU = {WORK_MAX.name, POWER.name}
 """Sets that compete only where no GPU is known."""
 
-_AHEAD = "scheduling runs a step ahead, so that a step's time is the cycle after its own start"
+_AHEAD_NOTE = "scheduling runs a step ahead, so that a step's time is the cycle after its own start"
 
 _ESTIMATED_CONTEXT = (
     "without journeys the context tokens of a step are estimated from its KV blocks in use: blocks that requests share count once, "
@@ -122,7 +122,7 @@ def choose_target(
         evidence = {
             "each record of a step has its time": any(source.is_stated for source in sources),
             "the server's log has a line for each step": any(source.is_stamped for source in sources),
-            "steps are counted from the times of the requests": REQUEST in sources,
+            "steps are counted from the times of the requests": REQUEST_SOURCE in sources,
             "no two consecutive steps in the sample with a step.duration_us to compare": True,
         }
         return "clock", next(why for why, applies in evidence.items() if applies)
@@ -144,8 +144,12 @@ def fit_step_times(
     if not tables.timeline.height and unknown:
         return cover, Missing(target.model, "the batches of the steps are not known", unknown)
     if not tables.sampled_steps and not tables.timeline["cycle_us"].count():
-        remedy = SGLANG_STEPS if SGLANG in tables.requests["dialect"] else step_remedy(stock=tables.is_stock)
-        without = "; ".join(tables.missing_attributes(_SUMMARY)) or "the traces hold no step events"
+        remedy = (
+            SGLANG_STEPS
+            if SGLANG_DIALECT in tables.requests["dialect"]
+            else step_remedy(stock=tables.is_stock)
+        )
+        without = "; ".join(tables.missing_attributes(_EVENT_PATTERN)) or "the traces hold no step events"
         return cover, Missing(target.model, without, remedy)
     sources = {SOURCES[source] for source in tables.timeline["cycle_source"].drop_nulls().unique()}
     logged = any(source.is_stamped for source in sources)
@@ -157,7 +161,7 @@ def fit_step_times(
         sets = [candidate for candidate in sets if candidate.name not in _WITHOUT_GPU]
     variants = [_variants(one) for one in sets]
     offered = {feature.name: feature for tried in variants for one in tried for feature in one.features}
-    may_hit = REQUEST in sources and context.settings.enable_prefix_caching is not False
+    may_hit = REQUEST_SOURCE in sources and context.settings.enable_prefix_caching is not False
     helpers = (*LOAD_FEATURES, *(PROMPT_FEATURES if may_hit else ()))
     every = FeatureSet("offered", (*offered.values(), *helpers))
     timeline = _with_terms(tables.timeline, context, sets)
@@ -170,13 +174,13 @@ def fit_step_times(
     regimes = (RegimeRows("all", features.features),)
     result = fit_regimes(rows, regimes, how)
     if isinstance(result, TooFewRows):
-        too_few = "; ".join((f"step times: {result.reason}", *tables.missing_attributes(_SUMMARY)))
+        too_few = "; ".join((f"step times: {result.reason}", *tables.missing_attributes(_EVENT_PATTERN)))
         few = f"of {tables.sampled_steps} sampled steps few are consecutive"
         more = ALL_SPANS if tables.is_stock else f"raise --step-tracing-sample-rate: {few}"
         remedy = RECORD_LONGER if logged else more
         return source, Missing(target.model, too_few, remedy)
     notes = [f"feature set {features.name} chosen: {SET_RULE}"] if candidates else []
-    if REQUEST.name in rows["source"]:
+    if REQUEST_SOURCE.name in rows["source"]:
         notes += _notes_on_counted_steps(tables, whole_prompts)
     if unknown:
         notes.append(f"servers without a known step are left out: {unknown}")
@@ -202,7 +206,7 @@ def fit_step_times(
             load_extrapolation=load_extrapolation(result, features.features, load, how),
             speed=speed,
             noise=noise,
-            stretches=error_in_stretches(result, features.features, how),
+            stretches=error_by_stretch(result, features.features, how),
             candidates=candidates,
             # 0 where no prompt is sure to be computed as a whole.
             prefill_reach_pct=0.0
@@ -217,7 +221,7 @@ def fit_step_times(
 def _with_terms(timeline: pl.DataFrame, context: RunContext, sets: Sequence[FeatureSet]) -> pl.DataFrame:
     """Add the columns that the formulas of the sets need."""
     timeline = training.with_roofline(timeline, context)
-    return with_law(timeline, context) if any(one.name == LAW.name for one in sets) else timeline
+    return with_law(timeline, context) if any(one.name == LAW_SET.name for one in sets) else timeline
 
 
 def _target_facts(
@@ -225,10 +229,10 @@ def _target_facts(
 ) -> TargetFacts:
     """Return the definition of each kind of step time, stated times before those between stamps."""
     if time_source == "duration":
-        return TargetFacts(name=name, definition=DURATION.definition, source=DURATION.source)
+        return TargetFacts(name=name, definition=DURATION_TARGET.definition, source=DURATION_TARGET.source)
     kinds = sorted((s for s in sources if s.interval), key=lambda source: (source.is_stamped, source.name))
     clock = [CYCLE_TIME.definition] if len(sources) > len(kinds) else []
-    definitions = [*clock, *(kind.interval for kind in kinds), *([_AHEAD] if runs_ahead else [])]
+    definitions = [*clock, *(kind.interval for kind in kinds), *([_AHEAD_NOTE] if runs_ahead else [])]
     of_records = [s.target_source for s in kinds if s.target_source != CYCLE_TIME.source]
     source = of_records[0] if of_records and all(s.is_stated for s in sources) else CYCLE_TIME.source
     return TargetFacts(name=name, definition="; ".join(definitions), source=source)
@@ -307,7 +311,7 @@ def _for_set(options: FitOptions, features: FeatureSet) -> FitOptions:
     return replace(options, relative=True, penalties=PENALTIES[:1]) if features.is_relative else options
 
 
-_NUMBER = "@"
+_RATIO_MARK = "@"
 """Between the name of a feature and the number of its ratio, in a frame with a column per ratio. Identifiers do not have it."""
 
 
@@ -315,7 +319,7 @@ def _variants(features: FeatureSet) -> list[FeatureSet]:
     """Return the set at each of its ratios, with the number of the ratio in the names that depend on it."""
     variants = []
     for number, ratio in enumerate(features.ratios):
-        suffix = f"{_NUMBER}{number}"
+        suffix = f"{_RATIO_MARK}{number}"
         numbered = tuple(replace(f, name=f.name + suffix) if f.is_tuned else f for f in features.features)
         # The first feature of a tuned set, which has the ratio, defines it.
         variants.append(replace(features, features=numbered, defining=(numbered[0].name,)).at(ratio))
@@ -343,7 +347,7 @@ def _choose_set(
         name = next((c.name for c in candidates if c.chosen), tuned[0].name)
         winner = next(one for one in tuned if one.name == name)
         compared = candidates if len(variants) > 1 else ()
-    names = {name: name.split(_NUMBER)[0] for name in winner.names}
+    names = {name: name.split(_RATIO_MARK)[0] for name in winner.names}
     unused = {name for tried in variants for one in tried for name in one.names} - names.keys()
     chosen = replace(winner, features=tuple(replace(f, name=names[f.name]) for f in winner.features))
     return chosen, rows.drop(unused).rename(names), compared, _for_set(options, winner)

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 TREES = 50
 LEAVES = 8
-_RATE = 0.2
+_LEARNING_RATE = 0.2
 """Share of what a tree finds that is added to the prediction."""
-_FEWEST = 20
+_FEWEST_IN_LEAF = 20
 """Rows of a leaf."""
 _MOST_BINS = 255
 _LEAST_GAIN = 1e-12
@@ -48,8 +48,8 @@ def boosted(features: Matrix, y: Vector, evaluated: Matrix) -> Vector:
     for _ in range(TREES):
         tree = grower.tree(y - fitted)
         for leaf in tree.leaves:
-            fitted[leaf.rows] += _RATE * leaf.mean
-        predicted += _RATE * tree.predict(asked)
+            fitted[leaf.rows] += _LEARNING_RATE * leaf.mean
+        predicted += _LEARNING_RATE * tree.predict(asked)
     return predicted
 
 
@@ -102,8 +102,8 @@ class _Tree(NamedTuple):
     def predict(self, binned: list[Integers]) -> Vector:
         """Return the leaves' means, shape (m,)."""
         at = np.zeros(len(binned[0]), dtype=np.int64)
-        for new, (place, split) in enumerate(self.splits, 1):
-            at[(at == place) & split.upper(binned[split.feature])] = new
+        for new, (position, split) in enumerate(self.splits, 1):
+            at[(at == position) & split.upper(binned[split.feature])] = new
         return np.array([leaf.mean for leaf in self.leaves])[at]
 
 
@@ -122,14 +122,14 @@ class _Grower:
         sums = self._histogram(self._every, residual)
         leaves, splits = [self._leaf(self._every, self._counts, sums)], list[tuple[int, _Split]]()
         while len(leaves) < LEAVES:
-            place = max(range(len(leaves)), key=lambda k: leaves[k].best.gain)
-            parent = leaves[place]
+            position = max(range(len(leaves)), key=lambda k: leaves[k].best.gain)
+            parent = leaves[position]
             if parent.best.gain <= 0:
                 break
-            splits.append((place, parent.best))
+            splits.append((position, parent.best))
             is_upper = parent.best.upper(self._columns[parent.best.feature][parent.rows])
             parts = [parent.rows[~is_upper], parent.rows[is_upper]]
-            leaves[place : place + 1], more = self._parts(
+            leaves[position : position + 1], more = self._parts(
                 parent, parts, residual, is_last=len(leaves) == LEAVES - 1
             )
             leaves += more
@@ -139,7 +139,7 @@ class _Grower:
         self, parent: _Leaf, parts: list[Integers], residual: Vector, *, is_last: bool
     ) -> tuple[list[_Leaf], list[_Leaf]]:
         """Return the lower and the upper leaf of a split."""
-        if is_last or max(map(len, parts)) < 2 * _FEWEST:
+        if is_last or max(map(len, parts)) < 2 * _FEWEST_IN_LEAF:
             # None of them is split.
             lower, upper = (
                 _Leaf(rows, float(residual[rows].mean()), parent.counts, parent.sums, _NO_SPLIT)
@@ -160,7 +160,7 @@ class _Grower:
 
     def _leaf(self, rows: Integers, counts: Matrix, sums: Matrix) -> _Leaf:
         total, count = float(sums[0].sum()), len(rows)
-        if count < 2 * _FEWEST:
+        if count < 2 * _FEWEST_IN_LEAF:
             return _Leaf(rows, total / count, counts, sums, _NO_SPLIT)
         below, left = counts[:, :-1].cumsum(axis=1), sums[:, :-1].cumsum(axis=1)
         gains = [self._gains(below, left, total, count)]
@@ -183,4 +183,4 @@ class _Grower:
         above = count - below
         right = total - left
         gains = left * left / np.maximum(below, 1) + right * right / np.maximum(above, 1) - total**2 / count
-        return np.where(np.minimum(below, above) < _FEWEST, 0.0, gains)
+        return np.where(np.minimum(below, above) < _FEWEST_IN_LEAF, 0.0, gains)

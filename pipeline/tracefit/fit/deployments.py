@@ -108,7 +108,7 @@ def fit_deployment(
     )
 
 
-_SEEN = {
+_SEEN_LIMITS = {
     "max_num_batched_tokens": ("tokens", pl.col("prefill_tokens") + pl.col("decode_tokens")),
     "max_num_seqs": ("requests", pl.col("num_prefill_reqs") + pl.col("num_decode_reqs")),
 }
@@ -137,11 +137,11 @@ def with_seen_limits(deployment: Deployment, timeline: pl.DataFrame) -> tuple[De
     context, stated = deployment.context, deployment.context.settings.values()
     inferred = is_from(lambda source: source.from_requests)
     fullest = timeline.filter(~inferred).select(
-        expression.max().alias(name) for name, (_, expression) in _SEEN.items()
+        expression.max().alias(name) for name, (_, expression) in _SEEN_LIMITS.items()
     )
     above: dict[str, int] = {}
     texts = []
-    for name, (unit, _) in _SEEN.items():
+    for name, (unit, _) in _SEEN_LIMITS.items():
         seen, limit = fullest[name].item(), stated.get(name)
         if isinstance(limit, int) and isinstance(seen, int) and seen > limit:
             above[name] = seen

@@ -38,13 +38,13 @@ SHRINKAGE = 0.3
 """Strength of that penalty: a correction enters to the extent that the other features cannot explain its rows."""
 
 _ROUNDS_PER_SLOPE = 3
-_BLOCK_ROWS = 8192
+_MATRIX_ROWS = 8192
 """Rows summed at once: a block of them fits into a processor's cache."""
 
 _SINGULAR = 1e-13
 """Directions with a smaller share of the largest eigenvalue are rounding errors."""
 
-_CONSTANT = 1e-12
+_LEAST_SPREAD = 1e-12
 """Variance of a feature on some rows, relative to that on all, below which it is constant on them."""
 
 
@@ -124,7 +124,7 @@ class Sums:
         center = self.sums[1:-1] / self.rows
         variance = self.squares[1:-1] / self.rows - center**2
         # Differences of sums leave a rounding error of a feature that is constant on these rows.
-        varies = variance > _CONSTANT
+        varies = variance > _LEAST_SPREAD
         scale = np.sqrt(np.where(varies, variance, 1.0))
         in_scale = varies / scale
         return (
@@ -141,9 +141,9 @@ class Sums:
 
 def _products(rows: Matrix, weights: Vector) -> Matrix:
     products = np.zeros((rows.shape[1], rows.shape[1]))
-    for first in range(0, len(rows), _BLOCK_ROWS):
-        block = rows[first : first + _BLOCK_ROWS]
-        products += (block * weights[first : first + _BLOCK_ROWS, None]).T @ block
+    for first in range(0, len(rows), _MATRIX_ROWS):
+        block = rows[first : first + _MATRIX_ROWS]
+        products += (block * weights[first : first + _MATRIX_ROWS, None]).T @ block
     return products
 
 
@@ -313,14 +313,14 @@ def ridge_share(penalty: Penalty) -> float:
 
 # -- robust fits -----------------------------------------------------------------------------------------
 
-HUBER = 1.345
+HUBER_SD = 1.345
 """Tuning constant of the Huber weights: 95 % efficient under Gaussian noise (Huber 1964)."""
 
 MAX_ITER = 30
 """Most rounds of reweighting."""
 
-_SETTLED = 1e-6
-_FLAT = 0.05
+_SETTLED_COEFFICIENTS = 1e-6
+_FLAT_SHARE = 0.05
 """Slope of a row's pull beyond the bend. In theory it is zero, but then a feature that only such rows carry would look
 certain."""
 
@@ -382,7 +382,7 @@ class RobustLinear:
         self,
         penalty: Penalty = "ridge",
         strength: float = 1e-6,
-        huber: float = HUBER,
+        huber: float = HUBER_SD,
         max_iter: int = MAX_ITER,
         *,
         positive: Positive = False,
@@ -421,7 +421,7 @@ class RobustLinear:
         # On standardised features one penalty strength suits all of them. `origin` is where the raw features are zero.
         origin, level = -center / scale, float(y.mean())
         rows = rows_of(z, y - level)
-        settled = _SETTLED * (np.abs(y).max(initial=0.0) or 1.0)
+        settled = _SETTLED_COEFFICIENTS * (np.abs(y).max(initial=0.0) or 1.0)
         root = np.sqrt(sampled)
         huber_factors, fitted = np.ones(len(y)) if start is None else start, np.full(len(y), np.inf)
         nearby: Vector | None = None
@@ -446,7 +446,7 @@ class RobustLinear:
         self.n_iter_ = rounds
         self.coef_: Vector = slopes / scale
         self.intercept_ = intercept
-        return RowWeights(counted, sampled * np.where(huber_factors < 1, _FLAT, 1.0), huber_factors)
+        return RowWeights(counted, sampled * np.where(huber_factors < 1, _FLAT_SHARE, 1.0), huber_factors)
 
     def _require_rows(self, x: Matrix, y: Vector) -> None:
         # A model without features is allowed: it is a constant, the baseline that other models are compared with.
@@ -594,10 +594,12 @@ def _within(angle: float, degrees: int) -> float:
     return 2 / math.pi * (angle + total) if odd else total
 
 
-ROUNDS = 10
+DESCENT_ROUNDS = 10
 
 
-def fit_nonnegative(x: Matrix, y: Vector, weights: Vector | None = None, *, huber: float = HUBER) -> Vector:
+def fit_nonnegative(
+    x: Matrix, y: Vector, weights: Vector | None = None, *, huber: float = HUBER_SD
+) -> Vector:
     """Minimise sum_i w_i h_i (y_i - x_i.a)^2 over a >= 0, h_i Huber's weights.
 
     There is no intercept; a column of ones among the terms is one.
@@ -618,7 +620,7 @@ def fit_nonnegative(x: Matrix, y: Vector, weights: Vector | None = None, *, hube
     scale = x.max(axis=0, initial=0.0)
     scale = np.where(scale > 0, scale, 1.0)
     huber_factors, coefficients = np.ones(len(y)), np.zeros(x.shape[1])
-    for _ in range(ROUNDS):
+    for _ in range(DESCENT_ROUNDS):
         root = np.sqrt(weights * huber_factors)
         coefficients, _norm = nnls((x / scale) * root[:, None], y * root)
         huber_factors = huber_weights(y - (x / scale) @ coefficients, huber)

@@ -17,8 +17,8 @@ import polars as pl
 
 from tracefit.fit.results import Missing
 from tracefit.models.columns import held, summed
-from tracefit.models.schema import ALWAYS, Term
-from tracefit.models.targets import CYCLE_TIME, DURATION, StepTarget
+from tracefit.models.schema import NO_CONDITION, Term
+from tracefit.models.targets import CYCLE_TIME, DURATION_TARGET, StepTarget
 from tracefit.models.validation import NO_INTERVAL
 from tracefit.server.settings import without_attribute
 from tracefit.tables.points import points_stated
@@ -130,7 +130,7 @@ class DeploymentOptions:
     @property
     def step_target(self) -> StepTarget:
         """The target of step times, by the option: durations that cover the busy time are cycle times by another clock."""
-        return DURATION if self.beta_target == "duration" else CYCLE_TIME
+        return DURATION_TARGET if self.beta_target == "duration" else CYCLE_TIME
 
     def signs(self, *, intercept: bool = False) -> Signs:
         """Return the signs in force; `intercept` is for a target whose intercept cannot be negative."""
@@ -207,7 +207,7 @@ class RegimeRows:
 
     name: str
     features: tuple[Feature, ...]
-    when: Condition = ALWAYS
+    when: Condition = NO_CONDITION
     """Condition on the rows that the earlier regimes leave."""
 
 

@@ -53,10 +53,10 @@ if TYPE_CHECKING:
     from tracefit.models.validation import Metrics
     from tracefit.statistics import Flags, Integers, Matrix, Vector
 
-FEWEST_BLOCKS = 10
+FEWEST_HOLDOUT_BLOCKS = 10
 """Fewest blocks that a variance is estimated from: blocks of a short hold-out are shorter than by the rule."""
 
-MOST_BLOCKS = 1_000
+MOST_HOLDOUT_BLOCKS = 1_000
 """Upper limit of bootstrap blocks; longer hold-outs use longer blocks. More blocks would cost memory and not improve the
 estimate."""
 
@@ -95,7 +95,7 @@ def block_length(series: Vector) -> int:
     autocorrelations are all within 2 sqrt(log10(n) / n), no more than sqrt(n) and those lags. At most 3 sqrt(n) and n / 3.
     """
     n = len(series)
-    if n < FEWEST_BLOCKS or np.ptp(series) == 0:
+    if n < FEWEST_HOLDOUT_BLOCKS or np.ptp(series) == 0:
         return 1
     # `quiet` is how many consecutive lags must show no autocorrelation (K_N of the paper).
     quiet = max(5, int(np.sqrt(np.log10(n))))
@@ -150,7 +150,7 @@ def summed_holdout(beta: LinearFit) -> SummedTime | None:
 def _steps_stood_for(rows: pl.DataFrame, holdout: pl.DataFrame) -> tuple[Vector, float]:
     """Return how many steps of its server and epoch each step of the held-out rows stands for, shape (n,), and all steps."""
     # Idle gaps and restarts do not count as steps.
-    idle = splits.is_excluded(splits.ALWAYS)
+    idle = splits.is_excluded(splits.LEFT_OUT_ALWAYS)
     first, end = pl.col("step_id").min(), (pl.col("step_id") + pl.col("interval_steps")).max()
     steps = end - first - pl.col("interval_steps").filter(idle).sum()
     of_engine = rows.filter(split="holdout").group_by(ENGINE).agg(steps=steps)
@@ -163,7 +163,9 @@ def _time_blocks(rows: pl.DataFrame, length: int) -> Integers:
     """Return the number of each row's block of time, of about `length` rows; blocks are numbered over all servers."""
     server, time = server_numbers(rows), rows.select(in_time()).to_series().to_numpy()
     servers = int(server.max()) + 1
-    count = max(min(round(rows.height / servers / length), MOST_BLOCKS // servers), FEWEST_BLOCKS)
+    count = max(
+        min(round(rows.height / servers / length), MOST_HOLDOUT_BLOCKS // servers), FEWEST_HOLDOUT_BLOCKS
+    )
     return np.asarray(time_blocks(server, time, count) + server * count)
 
 
@@ -310,7 +312,7 @@ LOAD_FEATURES = (
 LOWER_SHARE = 0.5
 """Share of the rows, by load, that a model is fitted on; it is evaluated on the rest."""
 
-BINS = 12
+HOLDOUT_BINS = 12
 
 
 def with_load(rows: pl.DataFrame) -> tuple[pl.DataFrame, str]:
@@ -405,7 +407,7 @@ def _error_of_a_fit(
     return measure(target_of(tested), predict(matrix(tested, names))), names
 
 
-def error_in_stretches(fitted: LinearFit, features: Sequence[Feature], options: FitOptions) -> Metrics | None:
+def error_by_stretch(fitted: LinearFit, features: Sequence[Feature], options: FitOptions) -> Metrics | None:
     """Fit the form of a model on seven of ten equal blocks of each server's rows, and measure it on the third, sixth and ninth.
 
     The last 30 % of a run that ends in a drain have small batches only: the blocks have the load of the whole run. Null where
@@ -432,7 +434,9 @@ def error_over_load(fitted: LinearFit, load: str, options: FitOptions) -> ErrorO
         predict_regimes(fitted.regimes, holdout),
     )
     # Groups of equal size: in bins of equal width the highest loads would be a row or two.
-    groups = np.array_split(np.arange(holdout.height), min(BINS, holdout.height // MIN_HOLDOUT_ROWS or 1))
+    groups = np.array_split(
+        np.arange(holdout.height), min(HOLDOUT_BINS, holdout.height // MIN_HOLDOUT_ROWS or 1)
+    )
     return ErrorOverLoad(
         load=load,
         training_range=(float(used[LOAD].to_numpy().min()), float(used[LOAD].to_numpy().max())),

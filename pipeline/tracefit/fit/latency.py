@@ -183,7 +183,7 @@ def latency_errors(composed: ComposedLatencies, predicted: pl.DataFrame | None) 
         return {}
     rows = composed.rows
     if predicted is not None:
-        columns = {f"predicted_{name}": f"{name}_us" for name in targets.LATENCIES}
+        columns = {f"predicted_{name}": f"{name}_us" for name in targets.LATENCY_TITLES}
         keyed = predicted.drop_nulls("core_request_id").unique(REQUEST).select(*REQUEST, **columns)
         rows = rows.join(keyed, on=REQUEST, how="left", maintain_order="left")
     unknown = {f"predicted_{name}" for name in _DEFINITIONS} - set(rows.columns)

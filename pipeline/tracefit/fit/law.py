@@ -26,15 +26,15 @@ if TYPE_CHECKING:
 
 Part = Literal["always", "memory", "compute", "launch"]
 
-HUBER = 0.05
+HUBER_SHARE = 0.05
 """Relative error from which on a row pulls with bounded force."""
 MOST_ROUNDS = 40
 ALIKE = 0.8
 """Correlation that coefficients of one name are expected to have: what is seen of one of them says something of the others."""
-_SETTLED = 1e-5
+_SETTLED_LAW = 1e-5
 _LEAST_RIDGE = 1e-10
 """Share of each square that is added to it: two terms that always go together have one solution."""
-_FEWEST = 5
+_FEWEST_ROUNDS = 5
 """Rows that the work needs: with fewer, the launches are left out of a round."""
 _SETTLED_WEIGHTS = 1e-3
 
@@ -78,7 +78,7 @@ class LawRegressor(RegressorMixin, BaseEstimator):  # type: ignore[misc]  # scik
         part: Sequence[Part] | None = None,
         alike: Sequence[str] | None = None,
         strength: float = 1e-3,
-        huber: float = HUBER,
+        huber: float = HUBER_SHARE,
     ) -> None:
         self.low = low
         self.high = high
@@ -127,12 +127,14 @@ class LawRegressor(RegressorMixin, BaseEstimator):  # type: ignore[misc]  # scik
             taken = _taken(shares, coef, parts)
             # A sum that no row takes keeps its priors: with others' rows it would explain what it never takes.
             rows, pull = _masked(shares, parts, taken), weights * huber
-            if (taken == "launch").sum() > len(y) - _FEWEST:
+            if (taken == "launch").sum() > len(y) - _FEWEST_ROUNDS:
                 # Every row has the work: it is fitted to all of them, beside the launches.
                 work = _taken(shares, coef, np.where(parts == "launch", "never", parts))
                 rows, pull = np.concatenate([rows, _masked(shares, parts, work)]), np.tile(pull, 2)
             found = _bounded(rows, pull, ridge, prior, (low, high))
-            settled = np.abs(found - coef).max(initial=0.0) <= _SETTLED * (1 + np.abs(coef).max(initial=0.0))
+            settled = np.abs(found - coef).max(initial=0.0) <= _SETTLED_LAW * (
+                1 + np.abs(coef).max(initial=0.0)
+            )
             coef = found
             error = np.abs(_time(shares, coef, parts) - 1)
             before, huber = huber, np.minimum(1.0, self.huber / np.maximum(error, 1e-12))

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 # -- phases ----------------------------------------------------------------------------------------------
 
-LEAST_REQUESTS = 30
+LEAST_LOAD_REQUESTS = 30
 LEAST_SECONDS = 5.0
 MOST_CUTS_DEEP = 4
 GAIN_PER_LOG = 3.0
@@ -86,9 +86,9 @@ def find_phases(arrivals: pl.DataFrame) -> pl.DataFrame:
 def _cuts(arrivals_s: Vector, first: int, last: int, deep: int) -> list[int]:
     """Return the indices, between those of the first and the last arrival, at which a new rate begins."""
     begin, end, n = arrivals_s[first], arrivals_s[last], last - first
-    if deep == 0 or n < 2 * LEAST_REQUESTS:
+    if deep == 0 or n < 2 * LEAST_LOAD_REQUESTS:
         return []
-    inner = np.arange(first + LEAST_REQUESTS, last - LEAST_REQUESTS + 1)
+    inner = np.arange(first + LEAST_LOAD_REQUESTS, last - LEAST_LOAD_REQUESTS + 1)
     at = arrivals_s[inner]
     inner = inner[(at - begin >= LEAST_SECONDS) & (end - at >= LEAST_SECONDS)]
     if len(inner) == 0:
@@ -118,10 +118,10 @@ MIN_PEAK = 10
 MAX_PREEMPTIONS_PER_REQUEST = 0.1
 """A run is overloaded when it preempts more often: the engine repeats work instead of doing new work."""
 
-_FAILED = ("aborted", "error")
+_FAILED_ENDS = ("aborted", "error")
 
-REQUEST_COLUMNS = ("server", "finish_status", "num_preemptions", "queued_ns", "first_scheduled_ns")
-STEP_COLUMNS = ("server", "ts_start_ns", "waiting_depth", "num_preempted")
+LOAD_REQUEST_COLUMNS = ("server", "finish_status", "num_preemptions", "queued_ns", "first_scheduled_ns")
+LOAD_STEP_COLUMNS = ("server", "ts_start_ns", "waiting_depth", "num_preempted")
 """Columns that the rules need."""
 
 
@@ -129,7 +129,7 @@ def overload_of(run_id: str, requests: pl.DataFrame, steps: pl.DataFrame) -> Ove
     """Return why a run was overloaded; null if it was not.
 
     The depth of the queue comes from the journeys, or from the sampled steps of a run without journeys. The tables have the
-    columns `REQUEST_COLUMNS` and `STEP_COLUMNS` at least, of this run only.
+    columns `LOAD_REQUEST_COLUMNS` and `LOAD_STEP_COLUMNS` at least, of this run only.
     """
     queued = tuple(_growing_queues(requests, steps))
     reasons = tuple(_broken_rules(requests, steps, queued))
@@ -154,7 +154,7 @@ def _broken_rules(
     requests: pl.DataFrame, steps: pl.DataFrame, queued: tuple[QueuePeriod, ...]
 ) -> Iterator[str]:
     ended = requests["finish_status"].drop_nulls()
-    share = int(ended.is_in(_FAILED).sum()) / ended.len() if ended.len() else 0.0
+    share = int(ended.is_in(_FAILED_ENDS).sum()) / ended.len() if ended.len() else 0.0
     if share > MAX_FAILED_SHARE:
         yield f"{100 * share:.1f} % of requests failed or were given up"
     # Journeys and steps may each be sampled: either count is a lower bound.

@@ -28,7 +28,7 @@ _SAME_SHARE = 0.1
 """Amounts of tokens within this share are equal."""
 
 _AMOUNTS = ("prefill_tokens", "context_tokens", "prefill_context_tokens")
-_COUNTS = ("num_decode_reqs", "num_prefill_reqs")
+_REQUEST_COUNTS = ("num_decode_reqs", "num_prefill_reqs")
 
 
 def machine_noise(rows: pl.DataFrame) -> MachineNoise | None:
@@ -40,10 +40,10 @@ def machine_noise(rows: pl.DataFrame) -> MachineNoise | None:
     Args:
         rows: A frame of step times: SERVER, `ts_ns`, `y` in us, `interval_steps`, `excluded_reason`, and what is known of the batches.
     """
-    if not set(_COUNTS) <= set(rows.columns):
+    if not set(_REQUEST_COUNTS) <= set(rows.columns):
         return None
     used = rows.filter(pl.col("excluded_reason").is_null() & (pl.col("y") > 0)).drop_nulls(
-        ["ts_ns", *_COUNTS]
+        ["ts_ns", *_REQUEST_COUNTS]
     )
     amounts = [name for name in _AMOUNTS if name in used.columns and not used[name].null_count()]
     equal = {
@@ -55,12 +55,12 @@ def machine_noise(rows: pl.DataFrame) -> MachineNoise | None:
         },
     }
     nearest_ns, furthest_ns = (int(1e9 * seconds) for seconds in NEAR_S)
-    steps = used.select(*SERVER, *_COUNTS, "ts_ns", log=pl.col("y").log(), **equal).sort("ts_ns")
+    steps = used.select(*SERVER, *_REQUEST_COUNTS, "ts_ns", log=pl.col("y").log(), **equal).sort("ts_ns")
     pairs = steps.with_columns(from_ns=pl.col("ts_ns") + nearest_ns).join_asof(
         steps,
         left_on="from_ns",
         right_on="ts_ns",
-        by=[*SERVER, *_COUNTS, *equal],
+        by=[*SERVER, *_REQUEST_COUNTS, *equal],
         strategy="forward",
         tolerance=furthest_ns - nearest_ns,
         check_sortedness=False,

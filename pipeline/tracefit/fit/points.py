@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import polars as pl
 
-from tracefit.features.law import BATCH_COLUMNS, LAUNCH, LAW, with_law
-from tracefit.features.sets import LAW as LAW_SET
-from tracefit.features.sets import add_features
+from tracefit.features.law import LAUNCH, LAW_BATCH_COLUMNS, LAW_TERMS, with_law
+from tracefit.features.sets import LAW_SET, add_features
 from tracefit.fit.fitted import target_of
 from tracefit.fit.transfer import (
     DECODES,
@@ -44,19 +43,19 @@ if TYPE_CHECKING:
 
 CLOSED_LOOP = ("concurrency", "prompt_tokens", "output_tokens", "ttft_us", "tpot_us")
 """Columns that a point is read from; `ttft_us` may be null."""
-NO_ROOM = "the KV cache does not hold so many requests"
+CACHE_TOO_SMALL = "the KV cache does not hold so many requests"
 NOT_CLOSED = "no concurrency, length or time per token"
 _UNSEEN = ("prompt_kernels", "decode_matrix_us")
-POINT_TERMS = tuple(t for t in LAW if t.of != LAUNCH and t.feature.name not in _UNSEEN)
+POINT_TERMS = tuple(t for t in LAW_TERMS if t.of != LAUNCH and t.feature.name not in _UNSEEN)
 """Terms of the law that points show. No one sees the launches of steps with prompts in a mean over steps; the FLOPs of generated tokens
 are computed while the weights are read, and in a sum they would take time of their own."""
 POINT_STRENGTH = 0.01
 """Strength of the Ridge towards the priors for one server, which more of them divide."""
 FEWEST_POINTS = 10
 """Points that a calibration needs."""
-LEVEL_PCT = 80.0
+POINT_LEVEL_PCT = 80.0
 """Level of the interval that is nested."""
-_ROUNDS = 4
+_SETTLING_ROUNDS = 4
 _STEP_TOKENS = 8_192
 """Tokens of a step where the server does not state them: vLLM's default on GPUs of 80 GB and more."""
 
@@ -88,7 +87,7 @@ def point_rows(
         reason=pl.when(~in_loop.fill_null(value=False))
         .then(pl.lit(NOT_CLOSED))
         .when(~held)
-        .then(pl.lit(NO_ROOM)),
+        .then(pl.lit(CACHE_TOO_SMALL)),
     )
     loops = reasons.filter(pl.col("reason").is_null())
     decoding = pl.col("output_tokens") * pl.col("expected_us")
@@ -110,7 +109,7 @@ def point_rows(
     rows = pl.DataFrame(
         {name: (1 - share) * without[name] + share * with_prompt[name] for name in LAW_SET.names}
     )
-    decodes = _batches(loops, pl.lit(0.0)).select(pl.col(n).alias(f"of_{n}") for n in BATCH_COLUMNS)
+    decodes = _batches(loops, pl.lit(0.0)).select(pl.col(n).alias(f"of_{n}") for n in LAW_BATCH_COLUMNS)
     keys = loops.select(
         "step_id", run_id=pl.lit("points"), server=pl.lit(""), ts_ns=pl.lit(0), y=pl.col("tpot_us")
     )
@@ -195,7 +194,7 @@ def fit_points(servers: Sequence[PointServer]) -> Law:
 def predict_points(law: Law, deployment: Deployment, points: pl.DataFrame) -> Vector:
     """Return the time per token at each point in us, shape (n,): with it the requests that decode at a time follow again, until they settle."""
     tpot_us = law.predict(point_rows(deployment, points, every=True).rows)
-    for _ in range(_ROUNDS):
+    for _ in range(_SETTLING_ROUNDS):
         tpot_us = law.predict(point_rows(deployment, points, tpot_us, every=True).rows)
     return tpot_us
 
@@ -250,7 +249,7 @@ def leave_points_out(servers: Sequence[PointServer], kind: Kind) -> tuple[PointF
             for inner_group, others in _splits(rest, kind)
             if (here := _in_group(rest, kind, inner_group)) and (inner_law := fit_points(others))
         ]
-        limit = float(np.quantile(np.concatenate(inner), LEVEL_PCT / 100)) if inner else None
+        limit = float(np.quantile(np.concatenate(inner), POINT_LEVEL_PCT / 100)) if inner else None
         folds += [_point_fold(one, rest, law, kind, limit) for one in _in_group(servers, kind, group)]
     return tuple(folds)
 

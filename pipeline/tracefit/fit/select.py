@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tracefit.features.sets import PADDED, PRODUCTS
+from tracefit.features.sets import PADDED_OF, PRODUCTS
 from tracefit.fit.estimators import MAX_ITER, RobustLinear, Sums, line, rows_of, standardised
 from tracefit.fit.fitted import PENALTIES
 from tracefit.fit.results import PenaltyChoice
@@ -52,7 +52,7 @@ ENOUGH_ROWS = 100_000
 """Most rows that penalties are ranked on, taken evenly over time: more rows give the same ranking."""
 
 BLOCK_ROWS = 10
-FEWEST_BLOCKS, MOST_BLOCKS = 10, 50
+FEWEST_FOLD_BLOCKS, MOST_FOLD_BLOCKS = 10, 50
 """Blocks of time for confidence intervals: long enough that rows of different blocks are nearly independent, and enough of
 them to estimate a variance."""
 
@@ -89,7 +89,7 @@ def usable_features(x: Matrix, names: Sequence[str]) -> tuple[list[int], list[Om
             residual -= basis @ (residual @ basis)
             # 1 - R^2: the share of the feature's variance that the kept features leave unexplained.
             unexplained = float(residual @ residual)
-            is_derived = name in _PRODUCTS or PADDED.get(name) in {names[k] for k in kept}
+            is_derived = name in _PRODUCTS or PADDED_OF.get(name) in {names[k] for k in kept}
             if unexplained * (MAX_DERIVED_VIF if is_derived else MAX_VIF) >= 1:
                 vectors[:, len(kept) + 1] = residual / np.linalg.norm(residual)
                 units[:, len(kept)] = unit
@@ -169,7 +169,7 @@ class Design:
     def blocks(self) -> Integers:
         """Blocks of time for intervals, numbered over all runs; shape (n,)."""
         rows = len(self.y) // (int(self.run.max()) + 1)
-        count = min(max(rows // BLOCK_ROWS, FEWEST_BLOCKS), MOST_BLOCKS)
+        count = min(max(rows // BLOCK_ROWS, FEWEST_FOLD_BLOCKS), MOST_FOLD_BLOCKS)
         return time_blocks(self.run, self.time, count) + self.run * count
 
     def part(self, rows: Flags | slice, columns: Sequence[int] | None = None) -> Design:

@@ -43,9 +43,9 @@ LEAST_SD_PCT = 2.0
 """Speeds count as changes of the machine if there are as many stretches and this is their standard deviation. A form of the model that
 does not suit the server looks like 1 to 2 % over a changing load."""
 
-_GROUPS = 12
-_ROUNDS = 25
-_SETTLED = 1e-4
+_SPEED_GROUPS = 12
+_SPEED_ROUNDS = 25
+_SETTLED_SPEED = 1e-4
 
 
 def with_speed(rows: pl.DataFrame, features: Sequence[Feature]) -> tuple[pl.DataFrame, SpeedVariation | None]:
@@ -117,10 +117,10 @@ def _stretches(used: pl.DataFrame) -> Integers:
 def _batches(used: pl.DataFrame, rough: Vector) -> Integers:
     """Return the number of each row's group of about equal batches: those with prompts apart from those without; shape (n,)."""
     numbers = np.zeros(len(rough), dtype=np.int64)
-    for offset, has_prefill in ((0, False), (_GROUPS, True)):
+    for offset, has_prefill in ((0, False), (_SPEED_GROUPS, True)):
         here = (used["has_prefill"].fill_null(value=False) == has_prefill).to_numpy()
         cuts = (
-            np.unique(np.quantile(rough[here], np.arange(1, _GROUPS) / _GROUPS))
+            np.unique(np.quantile(rough[here], np.arange(1, _SPEED_GROUPS) / _SPEED_GROUPS))
             if here.any()
             else np.zeros(0)
         )
@@ -132,7 +132,7 @@ def _polished(logs: Vector, batch: Integers, stretch: Integers) -> tuple[Vector,
     """Return the effect of each stretch, shape (stretches,), and the robust standard deviation of what remains."""
     frame = pl.DataFrame({"log": logs, "batch": batch, "stretch": stretch})
     effects, rest = np.zeros(int(stretch.max()) + 1), logs
-    for _ in range(_ROUNDS):
+    for _ in range(_SPEED_ROUNDS):
         without = frame.with_columns(rest=pl.Series(logs - effects[stretch]))
         of_batch = without.select(pl.col("rest").median().over("batch")).to_series().to_numpy()
         left = (
@@ -142,6 +142,6 @@ def _polished(logs: Vector, batch: Integers, stretch: Integers) -> tuple[Vector,
         )
         before, effects = effects, left.sort("stretch")["rest"].to_numpy()
         rest = logs - of_batch - effects[stretch]
-        if np.abs(effects - before).max() < _SETTLED:
+        if np.abs(effects - before).max() < _SETTLED_SPEED:
             break
     return effects, robust_sd(rest)

@@ -16,7 +16,7 @@ import polars as pl
 from tracefit.features import training
 from tracefit.features.sets import Feature, FeatureSet, add_features
 from tracefit.tables.schema import ENGINE, SERVER
-from tracefit.tables.sources import REQUEST, is_from, names_of
+from tracefit.tables.sources import REQUEST_SOURCE, is_from, names_of
 from tracefit.timeline import longest_whole_prompt
 
 if TYPE_CHECKING:
@@ -38,10 +38,10 @@ OUTLIER = "outlier"
 PREEMPTION_HEAVY = "preemption_heavy"
 UNKNOWN_FEATURES = "unknown_features"
 
-ALWAYS = (IDLE_GAP, EPOCH_BOUNDARY, PREFIX_HIT, training.NOT_POSITIVE, training.TOO_FAST)
+LEFT_OUT_ALWAYS = (IDLE_GAP, EPOCH_BOUNDARY, PREFIX_HIT, training.NOT_POSITIVE, training.TOO_FAST)
 """Reasons that apply to both parts."""
 
-NEVER_EVALUATED = (*ALWAYS, UNKNOWN_FEATURES)
+NEVER_EVALUATED = (*LEFT_OUT_ALWAYS, UNKNOWN_FEATURES)
 """Reasons to leave a row out of an error, whichever part it is in."""
 
 MIN_TRAIN_ROWS = 30
@@ -66,7 +66,7 @@ def split_by_time(rows: pl.DataFrame) -> pl.DataFrame:
     # A boundary per server: clocks differ, and a run may start its servers one after the other.
     ordered = rows.with_columns(_began=in_time())
     first = (pl.len() * TRAIN_SHARE).ceil().cast(pl.Int64).clip(0, pl.len() - 1)
-    split_rows = ordered.filter(~is_excluded(ALWAYS)).sort(*SERVER, "_began")
+    split_rows = ordered.filter(~is_excluded(LEFT_OUT_ALWAYS)).sort(*SERVER, "_began")
     boundary = split_rows.group_by(SERVER).agg(holdout_from_ns=pl.col("_began").get(first))
     held_out = pl.col("_began") >= pl.col("holdout_from_ns")
     joined = ordered.join(boundary, on=SERVER, how="left", maintain_order="left")
@@ -132,7 +132,7 @@ def mark_prefix_hits(rows: pl.DataFrame) -> tuple[pl.DataFrame, dict[str, float]
     """
     whole_prompts: dict[str, float] = {}
     plain = rows.rename(lambda name: name.removeprefix("hit_"))
-    by_request = plain.filter(pl.col("excluded_reason").is_null(), source=REQUEST.name)
+    by_request = plain.filter(pl.col("excluded_reason").is_null(), source=REQUEST_SOURCE.name)
     for (_, server), part in by_request.group_by(SERVER, maintain_order=True):
         longest = longest_whole_prompt(part.drop_nulls(["decodes", "contexts", "prompts", "prompt_tokens"]))
         if longest is not None:
@@ -159,9 +159,9 @@ def mark_warm_up(rows: pl.DataFrame, counters: pl.DataFrame, step: str) -> pl.Da
     return mark(joined, WARM_UP, pl.col(step) < pl.col("warm_up_until"))
 
 
-_WORK = ("prefill_tokens", "prefill_context_tokens", "num_decode_reqs", "context_tokens")
+_WORK_COLUMNS = ("prefill_tokens", "prefill_context_tokens", "num_decode_reqs", "context_tokens")
 _PASS_FACTOR = 2.0
-_MOST_COMPARED = 10_000
+_MOST_COMPARED_ROWS = 10_000
 """A recorded step is a warm-up pass where another one with as much work or more, of so many, took less than half of its time."""
 
 
@@ -171,16 +171,16 @@ def keep_sweep(rows: pl.DataFrame, timeline: pl.DataFrame) -> pl.DataFrame:
     A recording server sweeps through batch sizes before the load: small batches may occur only there. The first pass of a shape
     may take 70 times as long as the next.
     """
-    work_of = timeline.select(*ENGINE, "step_id", *(pl.col(name).alias(f"_{name}") for name in _WORK))
+    work_of = timeline.select(*ENGINE, "step_id", *(pl.col(name).alias(f"_{name}") for name in _WORK_COLUMNS))
     steps = rows.with_row_index("_row").join(
         work_of, on=[*ENGINE, "step_id"], how="left", maintain_order="left"
     )
     recorded = is_from(lambda source: source.has_sweep, "source")
     early = recorded & (pl.col("excluded_reason") == WARM_UP)
     compared = steps.filter(recorded & (pl.col("excluded_reason").is_null() | early))
-    compared = compared.gather_every(max(1, -(-compared.height // _MOST_COMPARED)))
-    work, time = compared.select(f"_{name}" for name in _WORK).to_numpy(), compared["y"].to_numpy()
-    swept = steps.filter(early).select("_row", "y", *(f"_{name}" for name in _WORK))
+    compared = compared.gather_every(max(1, -(-compared.height // _MOST_COMPARED_ROWS)))
+    work, time = compared.select(f"_{name}" for name in _WORK_COLUMNS).to_numpy(), compared["y"].to_numpy()
+    swept = steps.filter(early).select("_row", "y", *(f"_{name}" for name in _WORK_COLUMNS))
     steady = [
         row
         for row, took, *tokens in swept.iter_rows()

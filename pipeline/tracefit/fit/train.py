@@ -41,9 +41,9 @@ from tracefit.fit.select import (
 )
 from tracefit.fit.speed import SPEED
 from tracefit.fit.splits import MIN_HOLDOUT_ROWS, MIN_TRAIN_ROWS, counted_rows, evaluation_rows
-from tracefit.fit.validation import equation_errors, measure, prediction_interval, validate
+from tracefit.fit.validation import measure, prediction_interval, summed_row_errors, validate
 from tracefit.models.columns import held
-from tracefit.models.schema import ALWAYS, Number, OmittedFeature
+from tracefit.models.schema import NO_CONDITION, Number, OmittedFeature
 from tracefit.models.validation import LearningPoint
 from tracefit.statistics import median, robust_sd
 from tracefit.tables.schema import SERVER
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from tracefit.statistics import Flags, Integers, Matrix, Vector
 
 MAX_UNKNOWN_SHARE = 0.05
-_SPELLED = {"ridge": "Ridge", "lasso": "Lasso", "elastic_net": "elastic net"}
+_ESTIMATOR_NAMES = {"ridge": "Ridge", "lasso": "Lasso", "elastic_net": "elastic net"}
 
 
 def fit_linear(
@@ -95,7 +95,7 @@ def fit_regimes(
         validation=replace(
             validate(fitted, used, evaluated, options),
             learning_curve=learning_curve(fitted, designs, evaluated) if options.learning_curve else (),
-            held_out_equations=equation_errors(fitted, holdout),
+            held_out_equations=summed_row_errors(fitted, holdout),
         ),
         rows=rows,
     )
@@ -181,7 +181,7 @@ def _fit_each(
         designs.append(design)
     # The last regime must predict all remaining rows, so that it loses the condition it was fitted under.
     if results:
-        results[-1] = replace(results[-1], regime=replace(results[-1].regime, when=ALWAYS))
+        results[-1] = replace(results[-1], regime=replace(results[-1].regime, when=NO_CONDITION))
     return results, designs
 
 
@@ -218,7 +218,7 @@ def _fit_one(
     data = replace(data, start=rows.huber)
     intercept_ci, intervals = confidence_intervals(data.x, data.y, model, rows, data.blocks())
     bounds, _ = bounds_of(model.positive, len(data.columns))
-    penalized = f"set to zero by the {_SPELLED[choice.penalty]}"
+    penalized = f"set to zero by the {_ESTIMATOR_NAMES[choice.penalty]}"
     zeroed = [
         OmittedFeature(c.name, "its coefficient is not above zero in these runs" if bound else penalized)
         for c, value, bound in zip(data.columns, model.coef_, bounds, strict=True)
@@ -323,7 +323,7 @@ def _mark_outliers(rows: pl.DataFrame, features: Sequence[Feature]) -> pl.DataFr
 # -- the learning curve ----------------------------------------------------------------------------------
 
 
-SHARES = (0.1, 0.2, 0.4, 0.7, 1.0)
+TRAINING_SHARES = (0.1, 0.2, 0.4, 0.7, 1.0)
 """Shares of the training rows, always the latest ones, so that the distance in time to the hold-out stays the same."""
 
 
@@ -336,7 +336,7 @@ def learning_curve(
     """
     y = target_of(evaluated)
     points = []
-    for share in SHARES:
+    for share in TRAINING_SHARES:
         latest = [design.latest(share) for design in designs]
         rows = [int(flags.sum()) for flags in latest]
         if min(rows) < MIN_TRAIN_ROWS:
@@ -444,7 +444,7 @@ def design_of(
 _MIN_STANDARD_ERRORS = 2.0
 """The exponent of the noise must be this many standard errors above zero to count."""
 
-_LEAST_SHARE, _MOST_SHARE = 0.1, 3.0
+_LEAST_CURVE_SHARE, _MOST_SHARE = 0.1, 3.0
 """Noise is taken to grow between these multiples of the median time."""
 
 _LOG_SD = 1.1107
@@ -500,7 +500,7 @@ def noise_weights(x: Matrix, y: Vector, weights: Vector) -> Vector:
         return weights
     # Clipped: otherwise a very short step could determine the intercept, and a very long one lose all weight.
     middle = median(predicted)
-    within = np.clip(predicted, _LEAST_SHARE * middle, _MOST_SHARE * middle)
+    within = np.clip(predicted, _LEAST_CURVE_SHARE * middle, _MOST_SHARE * middle)
     both = weights * within ** (-2 * exponent)
     return np.asarray(both / both.mean())
 
@@ -511,7 +511,7 @@ def relative_weights(x: Matrix, y: Vector, weights: Vector) -> Vector:
     The times are those of a first fit weighted by measured ones, which would favour the rows that noise made short.
     """
     # In stamps of whole seconds most times may be zero.
-    least = _LEAST_SHARE * (median(y) or float(y.mean()) or 1.0)
+    least = _LEAST_CURVE_SHARE * (median(y) or float(y.mean()) or 1.0)
     first = weights / np.maximum(y, least) ** 2
     predicted = RobustLinear(positive=True).fit(x, y, first).predict(x)
     both = weights / np.maximum(predicted, least) ** 2

@@ -15,23 +15,29 @@ import numpy as np
 import polars as pl
 
 from tracefit.features import training
-from tracefit.features.law import ALWAYS as OVERHEAD
 from tracefit.features.law import (
-    BATCH_COLUMNS,
     COMPUTE,
     LAUNCH,
-    LAW,
+    LAW_BATCH_COLUMNS,
+    LAW_TERMS,
     MEMORY,
+    OVERHEAD,
     LawForm,
     LawTerm,
     with_law,
 )
-from tracefit.features.sets import LAW as LAW_SET
-from tracefit.features.sets import Feature, add_features
+from tracefit.features.sets import LAW_SET, Feature, add_features
 from tracefit.fit.beta import choose_target, duration_cover
 from tracefit.fit.fitted import matrix, target_of
 from tracefit.fit.law import LawRegressor, Part
-from tracefit.fit.splits import ALWAYS, PREEMPTION_HEAVY, UNKNOWN_FEATURES, WARM_UP, is_excluded, step_frame
+from tracefit.fit.splits import (
+    LEFT_OUT_ALWAYS,
+    PREEMPTION_HEAVY,
+    UNKNOWN_FEATURES,
+    WARM_UP,
+    is_excluded,
+    step_frame,
+)
 from tracefit.fit.validation import measure
 from tracefit.models.validation import NO_ROWS
 from tracefit.tables.sources import SOURCES, is_from
@@ -61,13 +67,13 @@ many servers can.
 CALIBRATION_STRENGTH = 0.02
 """Strength of the Ridge towards the transferred coefficients for one step, which more of them divide."""
 
-MOST_ROWS = 1_500
+MOST_LAW_ROWS = 1_500
 """Steps of a phase that a deployment is fitted with, evenly in time: more of them show the same."""
 PROMPT_SHARE = 0.3
 """Least share of all weights on steps with prompts, where there are any."""
 FEWEST_FOLDS = 5
 """Folds from which on an interval is of the errors of all together; of fewer, the worst decides."""
-LEVEL_PCT = 90.0
+TRANSFER_LEVEL_PCT = 90.0
 _BLOCK_TOKENS = 16
 """Tokens of a KV block where the server does not state them: vLLM's default on GPUs."""
 FEWEST_STEPS = 20
@@ -75,10 +81,10 @@ FEWEST_STEPS = 20
 OWN_STEPS = 300
 """Steps from which on an own fit is tried beside a calibration."""
 _FEWEST_SINGLE = 100
-_BLOCKS = 5
+_CALIBRATION_BLOCKS = 5
 _COMPILING = 2.0
 """Times what a step takes beside the typical one, above which it compiled, or waited for something else."""
-_ROUNDING = 0.99
+_RATED_SHARE = 0.99
 FASTER = training.TOO_FAST
 COMPILING = "compiling"
 
@@ -156,20 +162,20 @@ def law_rows(deployment: Deployment, tables: DeploymentTables) -> LawRows:
     rows = step_frame(
         tables,
         with_law(timeline, deployment.context),
-        replace(LAW_SET, features=(*LAW_SET.features, *_COLUMNS)),
+        replace(LAW_SET, features=(*LAW_SET.features, *_BATCH_FEATURES)),
         training.constants_of(deployment.context),
         of,
     )
     least = pl.max_horizontal(
         pl.sum_horizontal(
             pl.col(t.feature.name) * t.low
-            for t in LAW
+            for t in LAW_TERMS
             if t.feature.name in {"weight_read_us", "moe_expert_read_us"}
         ),
         "prompt_matrix_us",
     )
     known = pl.all_horizontal(pl.col(name).is_not_null() for name in LAW_SET.names)
-    left_out = (*ALWAYS, WARM_UP, PREEMPTION_HEAVY)
+    left_out = (*LEFT_OUT_ALWAYS, WARM_UP, PREEMPTION_HEAVY)
     reason = (
         pl.when(is_excluded(left_out))
         .then("excluded_reason")
@@ -177,7 +183,7 @@ def law_rows(deployment: Deployment, tables: DeploymentTables) -> LawRows:
         .then(pl.lit(UNKNOWN_FEATURES))
         .when(pl.col("y") <= 0)
         .then(pl.lit(training.NOT_POSITIVE))
-        .when(pl.col("y") < _ROUNDING * least)
+        .when(pl.col("y") < _RATED_SHARE * least)
         .then(pl.lit(FASTER))
     )
     rows = rows.with_columns(reason=reason)
@@ -185,11 +191,19 @@ def law_rows(deployment: Deployment, tables: DeploymentTables) -> LawRows:
     single = kept.filter(pl.col("interval_steps") == 1)
     counts = Counter(rows["reason"].drop_nulls().to_list())
     chosen = single if single.height >= _FEWEST_SINGLE else kept
-    columns = ["run_id", "server", "step_id", "ts_ns", "y", *LAW_SET.names, *(c.name for c in _COLUMNS)]
+    columns = [
+        "run_id",
+        "server",
+        "step_id",
+        "ts_ns",
+        "y",
+        *LAW_SET.names,
+        *(c.name for c in _BATCH_FEATURES),
+    ]
     return LawRows(deployment, chosen.select(columns), dict(sorted(counts.items())))
 
 
-_COLUMNS = tuple(Feature(f"of_{name}", "1", name) for name in BATCH_COLUMNS)
+_BATCH_FEATURES = tuple(Feature(f"of_{name}", "1", name) for name in LAW_BATCH_COLUMNS)
 """The batch of a step, for what compares models of other forms."""
 
 
@@ -219,13 +233,13 @@ def prompts_of(rows: pl.DataFrame) -> Flags:
 
 
 def thinned(rows: pl.DataFrame) -> pl.DataFrame:
-    """Return at most `MOST_ROWS` rows of each phase, evenly in their order."""
-    if rows.height <= MOST_ROWS:
+    """Return at most `MOST_LAW_ROWS` rows of each phase, evenly in their order."""
+    if rows.height <= MOST_LAW_ROWS:
         return rows
     chosen = []
     for here in (prompts_of(rows), ~prompts_of(rows)):
         index = np.flatnonzero(here)
-        kept = np.linspace(0, len(index) - 1, min(len(index), MOST_ROWS)).astype(np.int64)
+        kept = np.linspace(0, len(index) - 1, min(len(index), MOST_LAW_ROWS)).astype(np.int64)
         chosen.append(index[kept])
     return rows[np.sort(np.concatenate(chosen))]
 
@@ -278,7 +292,7 @@ def part_of(term: LawTerm, form: LawForm) -> Part:
     return term.of if form == "longer" or term.of == LAUNCH else "always"  # type: ignore[return-value]
 
 
-FORMS: tuple[LawForm, ...] = ("sum", "longer")
+LAW_FORMS: tuple[LawForm, ...] = ("sum", "longer")
 _LONGER_LOSS = 0.7
 """Share of the loss of a sum below which the longer of memory and compute is taken instead: the sum holds on most real GPUs."""
 
@@ -288,7 +302,7 @@ def offered(kind: Kind, form: LawForm) -> tuple[LawTerm, ...]:
 
     Elsewhere that term takes up costs per request, which then scale with the wrong specification.
     """
-    return tuple(t for t in LAW if kind == "tensor_parallel" or form == "longer" or not t.same_server)
+    return tuple(t for t in LAW_TERMS if kind == "tensor_parallel" or form == "longer" or not t.same_server)
 
 
 def fit_law(parts: Sequence[LawRows], kind: Kind) -> Law:
@@ -297,7 +311,7 @@ def fit_law(parts: Sequence[LawRows], kind: Kind) -> Law:
     weights = np.concatenate([_weights(prompts_of(frame)) for frame in frames])
     rows = pl.concat(frames)
     added, longer = (
-        fitted_law(rows, weights, offered(kind, form), STRENGTH / len(parts) ** 2, form) for form in FORMS
+        fitted_law(rows, weights, offered(kind, form), STRENGTH / len(parts) ** 2, form) for form in LAW_FORMS
     )
     return longer if longer.loss < _LONGER_LOSS * added.loss else added
 
@@ -504,7 +518,7 @@ def unchanged(one: LawRows, source: LawRows) -> Vector:
 
 def as_run_by(rows: pl.DataFrame, context: RunContext) -> pl.DataFrame:
     """Return the law's terms of batches of one server as another server would run them."""
-    batches = rows.select(pl.col(f"of_{name}").alias(name) for name in BATCH_COLUMNS)
+    batches = rows.select(pl.col(f"of_{name}").alias(name) for name in LAW_BATCH_COLUMNS)
     return add_features(with_law(batches, context), LAW_SET, {})
 
 
@@ -552,7 +566,7 @@ def errors_of(folds: Sequence[Fold]) -> TransferErrors:
         if of_phase and groups >= FEWEST_FOLDS:
             limits[phase] = _quantile(of_phase)
         elif of_phase:
-            limits[phase] = max(float(np.quantile(ape, LEVEL_PCT / 100)) for ape in of_phase)
+            limits[phase] = max(float(np.quantile(ape, TRANSFER_LEVEL_PCT / 100)) for ape in of_phase)
     biases = np.array([fold.bias_log for fold in folds])
     spread = float(np.sqrt((biases**2).mean()))
     worst = float(np.abs(biases).max()) / 1.645
@@ -562,7 +576,9 @@ def errors_of(folds: Sequence[Fold]) -> TransferErrors:
 def _quantile(groups: Sequence[Vector]) -> float:
     """Return the 90th percentile of values in groups that count the same."""
     weights = np.concatenate([np.full(len(group), 1 / len(group)) for group in groups])
-    return float(np.quantile(np.concatenate(groups), LEVEL_PCT / 100, weights=weights, method="inverted_cdf"))
+    return float(
+        np.quantile(np.concatenate(groups), TRANSFER_LEVEL_PCT / 100, weights=weights, method="inverted_cdf")
+    )
 
 
 # -- calibration -----------------------------------------------------------------------------------------
@@ -612,8 +628,8 @@ def calibrate(
     rows, actual, prompts = thinned(kept), None, None
     actual, prompts = target_of(rows), prompts_of(rows)
     before, after = law.predict(rows), np.zeros(rows.height)
-    block = np.arange(rows.height) * _BLOCKS // rows.height
-    for k in range(_BLOCKS):
+    block = np.arange(rows.height) * _CALIBRATION_BLOCKS // rows.height
+    for k in range(_CALIBRATION_BLOCKS):
         # Blocks in time, not every fifth step: neighbours are alike, and would confirm whatever they were fitted with.
         after[block == k] = drawn(law, rows.filter(block != k)).predict(rows.filter(block == k))
     measured = measure(actual, before), measure(actual, after)
@@ -624,7 +640,7 @@ def calibrate(
     for name, errors in by_phase.items():
         if errors.p90_ape_pct is not None and (used or errors.n >= _FEWEST_SINGLE):
             limits[name] = errors.p90_ape_pct
-    sums = [(actual[block == k].sum(), predicted[block == k].sum()) for k in range(_BLOCKS)]
+    sums = [(actual[block == k].sum(), predicted[block == k].sum()) for k in range(_CALIBRATION_BLOCKS)]
     logs = [math.log(float(a) / max(float(p), 1e-9)) for a, p in sums if a > 0]
     spread = max(abs(x) for x in logs) / 1.645
     left_out = {**steps.left_out, **({COMPILING: compiling} if compiling else {})}

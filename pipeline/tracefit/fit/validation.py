@@ -27,9 +27,9 @@ from tracefit.fit.results import Distribution
 from tracefit.models.validation import (
     NO_ROWS,
     Classifier,
-    EquationErrors,
     Metrics,
     PredictionInterval,
+    SummedRowErrors,
     Validation,
 )
 from tracefit.statistics import PERCENTS
@@ -93,7 +93,7 @@ def _quantiles(column: pl.Series) -> tuple[float, ...]:
     return tuple(float(column.quantile(p / 100, "linear") or 0.0) for p in PERCENTS)
 
 
-LEVEL_PCT = 95.0
+INTERVAL_LEVEL_PCT = 95.0
 
 
 def prediction_interval(predicted: Vector, actual: Vector, regime: str = "all") -> PredictionInterval:
@@ -102,13 +102,13 @@ def prediction_interval(predicted: Vector, actual: Vector, regime: str = "all") 
     The limits are ratios or differences, whichever give the narrower intervals over these rows: the noise of a step time grows
     with the step, the noise of a wait need not.
     """
-    tail = (1 - LEVEL_PCT / 100) / 2
+    tail = (1 - INTERVAL_LEVEL_PCT / 100) / 2
     differences = _limits(actual - predicted, tail)
     if (predicted > 0).all():
         ratios = _limits(actual / predicted, tail)
         if (ratios[1] - ratios[0]) * float(predicted.mean()) < differences[1] - differences[0]:
-            return PredictionInterval(regime, LEVEL_PCT, "ratio", *ratios)
-    return PredictionInterval(regime, LEVEL_PCT, "difference", *differences)
+            return PredictionInterval(regime, INTERVAL_LEVEL_PCT, "ratio", *ratios)
+    return PredictionInterval(regime, INTERVAL_LEVEL_PCT, "difference", *differences)
 
 
 def _limits(values: Vector, tail: float) -> tuple[float, float]:
@@ -168,13 +168,13 @@ def validate(
     )
 
 
-def equation_errors(regimes: list[FittedRegime], holdout: pl.DataFrame) -> EquationErrors | None:
+def summed_row_errors(regimes: list[FittedRegime], holdout: pl.DataFrame) -> SummedRowErrors | None:
     """Measure a step-time model on all held-out rows, intervals included; null where none is an interval."""
     if "source" not in holdout.columns or holdout.select(is_one_step().all()).item():
         return None
     actual, predicted = target_of(holdout), predict_regimes(regimes, holdout)
     steps = holdout["interval_steps"].to_numpy()
-    return EquationErrors(
+    return SummedRowErrors(
         rows_by_source=_by_source(holdout),
         per_equation=measure(actual, predicted),
         per_step=measure(np.repeat(actual, steps), np.repeat(predicted, steps)),

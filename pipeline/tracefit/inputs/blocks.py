@@ -17,7 +17,13 @@ from typing import TYPE_CHECKING
 from tracefit.inputs.compression import USUAL, Expansion, Gap, Piece, compression_of, pieces, rewindable
 from tracefit.inputs.containers import Container, unwrapped
 from tracefit.inputs.files import cannot_open, read_fully
-from tracefit.inputs.formats import HEAD_BYTES, JUNK_EDGE_BYTES, Contents, begins_json_traces, detect_format
+from tracefit.inputs.formats import (
+    FORMAT_HEAD_BYTES,
+    JUNK_EDGE_BYTES,
+    Contents,
+    begins_json_traces,
+    detect_format,
+)
 from tracefit.inputs.framing import Shape, next_record, whole_records
 from tracefit.inputs.rejects import Encoding, Reject, Rejects, TooManyRejectsError
 from tracefit.options import IngestOptions, named
@@ -42,7 +48,7 @@ _SMALLEST_READ_BYTES = 4096
 def head_bytes(options: IngestOptions) -> int:
     """Return the bytes at the beginning of a file from which its format is detected."""
     # If no format is recognised, the last JUNK_EDGE_BYTES are kept and scanned with the next read.
-    return min(HEAD_BYTES, max(options.block_bytes, 2 * JUNK_EDGE_BYTES))
+    return min(FORMAT_HEAD_BYTES, max(options.block_bytes, 2 * JUNK_EDGE_BYTES))
 
 
 @dataclass(frozen=True, slots=True)

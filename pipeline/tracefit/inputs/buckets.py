@@ -38,7 +38,7 @@ FIRST_ANSWER_S = 20
 PATIENCE_S = 180
 """How long a bucket that has answered before is retried."""
 
-_PAUSE_S = 0.2
+_RETRY_PAUSE_S = 0.2
 _MAX_FILE_BYTES = 64 << 20
 _REASON_CHARS = 200
 _ENVIRONMENT = {
@@ -56,7 +56,7 @@ _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 
 
-def place_of(path: str | os.PathLike[str]) -> Path:
+def location_of(path: str | os.PathLike[str]) -> Path:
     """Return what a path or a URL names: a path on disk, or a `BucketPath`.
 
     Raises:
@@ -159,7 +159,7 @@ def _request(
             except _BrokenOffError:
                 if time.monotonic() - began > FIRST_ANSWER_S:
                     raise
-            time.sleep(_PAUSE_S)
+            time.sleep(_RETRY_PAUSE_S)
 
     return made
 

@@ -58,7 +58,7 @@ class Expansion:
 
 USUAL = Expansion()
 
-MAX_GUESSES = 10_000
+MAX_STREAM_GUESSES = 10_000
 """Limit on the positions of a file that are tried because they look like the beginning of a unit."""
 
 MAX_REREAD_BYTES, MAX_REREAD_SHARE = 32 << 20, 2
@@ -68,7 +68,7 @@ read so far."""
 _MOST_LAYERS = 3
 """Compressions of one content that are undone."""
 
-_TEXT_BYTES, _PIECE_BYTES = 4096, 64 << 10
+_TEXT_BYTES, _DECOMPRESSED_BYTES = 4096, 64 << 10
 _TRIAL_BYTES, _MAX_TRIALS = 16 << 10, 16
 _BYTEWISE_STEPS, _STEP_BYTES = 1 << 20, 4096
 _WINDOW_BYTES = 256 << 10
@@ -283,7 +283,7 @@ class _FileReader:
         self._bounds = bounds
         self._most_bytes = most_bytes
         self._window, self._window_start, self._at_end = b"", 0, False
-        self._guesses_left = MAX_GUESSES
+        self._guesses_left = MAX_STREAM_GUESSES
         self._reread = 0
         self._steps_left = _BYTEWISE_STEPS
         self._expanded = self._compressed = self._unit_end = 0
@@ -331,7 +331,7 @@ class _FileReader:
         yield from self._decoded(kind, start)
         # Tape blocks are padded with zeros; framed protobuf begins with zeros too, but no unit or end follows them.
         zeros = self._unit_end
-        while kind == "gzip" and (piece := self._bytes(zeros, _PIECE_BYTES)):
+        while kind == "gzip" and (piece := self._bytes(zeros, _DECOMPRESSED_BYTES)):
             zeros += len(piece) - len(piece.lstrip(b"\0"))
             if piece.strip(b"\0"):
                 break
@@ -350,7 +350,7 @@ class _FileReader:
         piece_start = position = start
         while not decoder.eof:
             if careful_from is not None:
-                size = min(careful_from - position, _PIECE_BYTES)
+                size = min(careful_from - position, _DECOMPRESSED_BYTES)
                 if size <= 0:  # byte by byte, as long as that is affordable
                     self._steps_left -= 1
                     size = 1 if self._steps_left > 0 else _STEP_BYTES
@@ -358,7 +358,7 @@ class _FileReader:
             piece = self._bytes(position, size) if needs_input else b""
             if piece:
                 piece_start, position = position, position + len(piece)
-                size = min(2 * size, _PIECE_BYTES)  # little at first: units can be tiny
+                size = min(2 * size, _DECOMPRESSED_BYTES)  # little at first: units can be tiny
             try:
                 chunk = decoder.decompress(piece, self._bounds.chunk_bytes)
             except (zlib.error, zstd.ZstdError) as error:
@@ -387,7 +387,7 @@ class _FileReader:
         """Yield the one record after a length, as a line of JSON or as length-prefixed protobuf; return its end."""
         self._in_frames = True
         if self._bytes(start + LENGTH_BYTES - 1, 1) < bytes([_SHORTEST_FRAME]):
-            data = self._bytes(start, _PIECE_BYTES)
+            data = self._bytes(start, _DECOMPRESSED_BYTES)
             if size := end_of_run(_TOO_SHORT_FRAME, data, 0, len(data)):
                 yield Gap("zstd data is cut", data[:size].count(_ZSTD_MAGIC))
                 return start + size
@@ -412,7 +412,7 @@ class _FileReader:
 
         One call decompresses them all: setting up a decompressor for each takes longer than decompressing it.
         """
-        data, position = self._bytes(start, _PIECE_BYTES), 0
+        data, position = self._bytes(start, _DECOMPRESSED_BYTES), 0
         frames: list[bytes] = []
         ends = [0]
         try:
@@ -476,11 +476,11 @@ class _FileReader:
             (_UNIT_START, self._bounds.most_junk_bytes) if self._is_stored else (_UNIT_OR_RECORD_START, None)
         )
         while limit is None or start < limit:
-            data = self._bytes(start, _PIECE_BYTES)
+            data = self._bytes(start, _DECOMPRESSED_BYTES)
             unit = self._unit_in(data, start, pattern)
             if unit >= 0:
                 return unit
-            if len(data) < _PIECE_BYTES:
+            if len(data) < _DECOMPRESSED_BYTES:
                 return -1
             start += len(data) - _UNIT_START_BYTES + 1
         return -1

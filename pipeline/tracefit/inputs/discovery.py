@@ -50,7 +50,7 @@ _TRACE_NAME = re.compile(r"traces.*\.(json|jsonl|binpb|pb)(\.(gz|zst))?")
 _KEYED_FOLDER = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*=.*")
 _YEAR, _TWO_DIGITS = re.compile(r"(19|20)\d\d"), re.compile(r"\d\d")
 _LOOSE_SUFFIXES = re.compile(r"(\.(json|jsonl|binpb|pb|gz|zst))+$")
-_MAX_CONFIG_BYTES = 16 << 20
+_MAX_MODEL_CONFIG_BYTES = 16 << 20
 _PIPE_OF_PROCESS = re.compile(r"/dev/(fd/\d+|stdin)|/proc/(self|\d+)/fd/\d+")
 
 
@@ -65,7 +65,7 @@ class RunSource:
         run_configs: exp-config.yaml and run.yaml, as far as they are there; for a bucket, copies on disk.
         model_config: config.json, likewise.
         kv_files: Its files of KV-cache events.
-        folder: The place of its folder, to distinguish runs of the same name; None for files named one by one.
+        folder: The location of its folder, to distinguish runs of the same name; None for files named one by one.
     """
 
     run_id: str
@@ -169,12 +169,12 @@ class _FileFinder:
                     refuse_other_signal(match)
                 named.append(match)
         named = self._without_parts(named)
-        known = {file.place for run in runs for file in (*run.trace_files, *run.kv_files)}
+        known = {file.location for run in runs for file in (*run.trace_files, *run.kv_files)}
         # Together: several files of one folder are one run.
-        runs += self._runs_of([file for file in named if file.place not in known])
+        runs += self._runs_of([file for file in named if file.location not in known])
         if not runs:
             raise UsageError("no trace files were named", hint="name a run folder, or trace files")
-        unique = {tuple(file.place or file.path for file in run.trace_files): run for run in runs}
+        unique = {tuple(file.location or file.path for file in run.trace_files): run for run in runs}
         return Inputs(tuple(unique.values()), tuple(self._left_out))
 
     def _runs_of(self, files: list[TraceFile]) -> list[RunSource]:
@@ -273,7 +273,7 @@ class _FileFinder:
                 _without_repeats(sorted(files, key=lambda file: file.name)),
                 _without_repeats(sorted(kv_files.get(run, []), key=lambda file: file.name)),
                 beside.get(run, {}),
-                folder.place_of(run),
+                folder.location_of(run),
             )
             for run, files in sorted(traces.items())
         ]
@@ -295,7 +295,7 @@ class _FileFinder:
         return "decoded" if is_named or contents.is_traces else None
 
     def _without_parts(self, files: list[TraceFile]) -> list[TraceFile]:
-        at = [tuple((file.place or file.path).split("/")) for file in files]
+        at = [tuple((file.location or file.path).split("/")) for file in files]
         there = set(at)
         return [
             file
@@ -335,7 +335,7 @@ class _FileFinder:
             return Path(config.path)
         target = self._target(Path(config.path).name)
         with config.open() as stream:
-            target.write_bytes(stream.read(_MAX_CONFIG_BYTES))
+            target.write_bytes(stream.read(_MAX_MODEL_CONFIG_BYTES))
         return target
 
 
@@ -361,10 +361,10 @@ def _is_pipe(path: str) -> bool:
 
 
 def _folder_of(file: TraceFile) -> str:
-    """Return the place of the run folder that a file that was named lies in; for a link, where the link lies."""
+    """Return the location of the run folder that a file that was named lies in; for a link, where the link lies."""
     if file.filesystem is None:
         return _above_dates(os.path.realpath(os.path.dirname(file.path)))  # noqa: PTH120 - of strings
-    return _above_dates((file.place or file.path).rpartition("/")[0])
+    return _above_dates((file.location or file.path).rpartition("/")[0])
 
 
 def _above_dates(folder: str) -> str:
@@ -411,7 +411,7 @@ def _without_repeats(files: list[TraceFile]) -> list[TraceFile]:
     """Drop files that occur twice, such as under a link."""
     unique: dict[str | None, TraceFile] = {}
     for file in files:
-        unique.setdefault(file.place, file)
+        unique.setdefault(file.location, file)
     return list(unique.values())
 
 

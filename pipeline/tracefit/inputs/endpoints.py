@@ -51,6 +51,6 @@ def endpoint_of(scheme: str, options: str = "") -> str | None:
     return display_name(f"{url.scheme}://{host}{shown_port}{url.path.rstrip('/')}")
 
 
-def place_at(endpoint: str | None, url: str) -> str:
+def location_at(endpoint: str | None, url: str) -> str:
     """Return the name that an object has wherever files are compared: its URL, at an endpoint the one with its host."""
     return url if endpoint is None else f"{endpoint}/{url.partition('://')[2]}"

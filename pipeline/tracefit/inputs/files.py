@@ -37,7 +37,7 @@ _AT_ONCE = 8
 _TICK_NS = 2 * 10**9
 """Two changes of a file may have the same time if less than this is between them: clocks of file systems are coarse."""
 
-_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+")  # one slash is enough: `pathlib` drops the second
+_URL_PATTERN = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+")  # one slash is enough: `pathlib` drops the second
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class TraceFile:
         modified_ns: Unix time of its last change, if known and long enough ago that a later change has another: in a
             bucket of its contents, on disk of its contents, name or rights, which nobody can set back.
         filesystem: Its file system; None is the local disk.
-        place: The name that it has wherever files are compared: its absolute path without links, or its URL, with the host of
+        location: The name that it has wherever files are compared: its absolute path without links, or its URL, with the host of
             an endpoint other than the provider's; null for bytes of a pipe, which are compared by content.
     """
 
@@ -60,22 +60,22 @@ class TraceFile:
     size: int
     modified_ns: int | None = None
     filesystem: FileSystem | None = None
-    place: str | None = None
+    location: str | None = None
 
     @classmethod
-    def local(cls, path: str | Path, *, name: str | None = None, place: str | None = None) -> TraceFile:
+    def local(cls, path: str | Path, *, name: str | None = None, location: str | None = None) -> TraceFile:
         """Return a file on the local disk.
 
         Args:
             path: Its path.
-            name: The name shown to the user, if not the path; the file is then a copy, which has no place.
-            place: Its place, if it is known: to follow links takes long.
+            name: The name shown to the user, if not the path; the file is then a copy, which has no location.
+            location: Its location, if it is known: to follow links takes long.
 
         Raises:
             UsageError: If it does not exist, is not accessible, or is a folder, pipe or device.
         """
         text = str(path)
-        place = place if place or name else canonical(text)
+        location = location if location or name else canonical(text)
         name = name or display_name(text)
         try:
             status = os.stat(text)  # noqa: PTH116 - a fleet has thousands of files, and a path takes longer than the look
@@ -85,12 +85,12 @@ class TraceFile:
             raise UsageError("cannot be opened (not a regular file)", where=name)
         is_settled = status.st_ctime_ns < time.time_ns() - _TICK_NS
         modified_ns = status.st_ctime_ns if is_settled else None
-        return cls(name, text, status.st_size, modified_ns, place=place)
+        return cls(name, text, status.st_size, modified_ns, location=location)
 
     @property
     def key(self) -> str:
-        """The name that it has in a manifest: its place; of a pipe, a relative name, which is not a place."""
-        return self.place or self.name.lstrip("/")
+        """The name that it has in a manifest: its location; of a pipe, a relative name, which is not a location."""
+        return self.location or self.name.lstrip("/")
 
     def open(
         self, *, on_read: Callable[[int], object] | None = None, content_hash: ContentHash | None = None
@@ -132,7 +132,7 @@ def split_url(text: str) -> tuple[str, str]:
     Raises:
         UsageError: A file URL holds credentials.
     """
-    url = _URL.match(text)
+    url = _URL_PATTERN.match(text)
     # A local file may be called `s3:` too, and then it is meant.
     if url is None or os.path.lexists(text):
         return "file", text

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tracefit.errors import UsageError
-from tracefit.inputs.endpoints import endpoint_of, place_at
+from tracefit.inputs.endpoints import endpoint_of, location_at
 from tracefit.inputs.files import TraceFile, cannot_open, canonical, display_name, reason_of
 
 if TYPE_CHECKING:
@@ -56,18 +56,18 @@ class Folder:
         parts: The names of the folders above it and its own; runs are named after them.
         files: Each file with its path below this folder, in parts; sorted, without hidden ones.
         irregular: Names that are not regular files, such as pipes and broken links.
-        places: The place of this folder and, on disk, of each one below it; see `TraceFile.place`.
+        locations: The location of this folder and, on disk, of each one below it; see `TraceFile.location`.
     """
 
     name: str
     parts: FolderParts
     files: tuple[tuple[FolderParts, TraceFile], ...]
     irregular: tuple[str, ...] = ()
-    places: Mapping[FolderParts, str] = field(default_factory=dict)
+    locations: Mapping[FolderParts, str] = field(default_factory=dict)
 
-    def place_of(self, below: FolderParts) -> str:
-        """Return the place of a folder, given by its path below this one."""
-        return self.places.get(below) or "/".join([self.places[()], *below])
+    def location_of(self, below: FolderParts) -> str:
+        """Return the location of a folder, given by its path below this one."""
+        return self.locations.get(below) or "/".join([self.locations[()], *below])
 
 
 def find_local(path: str) -> list[TraceFile | Folder]:
@@ -96,15 +96,21 @@ def _find_one(path: str) -> TraceFile | Folder:
     if not is_folder:
         return TraceFile.local(path)
     files, irregular = [], []
-    places: dict[FolderParts, str] = {}
-    for parts, each in _walk(path, places):
+    locations: dict[FolderParts, str] = {}
+    for parts, each in _walk(path, locations):
         if os.path.isfile(each):  # noqa: PTH113 - of strings: a fleet has thousands of files
-            place = canonical(each) if _is_link(each) else f"{places[parts[:-1]].rstrip('/')}/{parts[-1]}"
-            files.append((parts, TraceFile.local(each, place=place)))
+            location = (
+                canonical(each) if _is_link(each) else f"{locations[parts[:-1]].rstrip('/')}/{parts[-1]}"
+            )
+            files.append((parts, TraceFile.local(each, location=location)))
         else:
             irregular.append(display_name(each))
     return Folder(
-        display_name(path), tuple(filter(None, places[()].split("/"))), tuple(files), tuple(irregular), places
+        display_name(path),
+        tuple(filter(None, locations[()].split("/"))),
+        tuple(files),
+        tuple(irregular),
+        locations,
     )
 
 
@@ -112,8 +118,8 @@ def _is_link(path: str) -> bool:
     return os.path.islink(path)  # noqa: PTH114 - of strings
 
 
-def _walk(root: str, places: dict[FolderParts, str]) -> Iterator[tuple[FolderParts, str]]:
-    """Yield all non-folders below a folder, and set the places of folders.
+def _walk(root: str, locations: dict[FolderParts, str]) -> Iterator[tuple[FolderParts, str]]:
+    """Yield all non-folders below a folder, and set the locations of folders.
 
     Links are followed, and each folder is entered once, so that loops end.
     """
@@ -128,7 +134,9 @@ def _walk(root: str, places: dict[FolderParts, str]) -> Iterator[tuple[FolderPar
         below[:] = sorted(name for name in below if not name.startswith("."))
         inside = tuple(map(display_name, filter(None, folder.removeprefix(root).split("/"))))
         is_known = inside and not _is_link(folder)
-        places[inside] = f"{places[inside[:-1]].rstrip('/')}/{inside[-1]}" if is_known else canonical(folder)
+        locations[inside] = (
+            f"{locations[inside[:-1]].rstrip('/')}/{inside[-1]}" if is_known else canonical(folder)
+        )
         for name in sorted(name for name in names if not name.startswith(".")):
             each = os.path.join(folder, name)  # noqa: PTH118
             yield (*inside, display_name(name)), each.removeprefix("./")
@@ -192,7 +200,7 @@ def _find_in(
     def file_of(info: FileInfo) -> TraceFile:
         name = display_name(f"{bucket}/{info.path.removeprefix(base).lstrip('/')}")
         return TraceFile(
-            name, info.path, info.size, info.mtime_ns, filesystem, place=place_at(endpoint, name)
+            name, info.path, info.size, info.mtime_ns, filesystem, location=location_at(endpoint, name)
         )
 
     if info.type == FileType.NotFound:
@@ -209,9 +217,9 @@ def _find_in(
 def _remote_folder(name: str, endpoint: str | None, files: list[TraceFile]) -> Folder:
     below = [(tuple(f.name.removeprefix(name).strip("/").split("/")), f) for f in files]
     visible = tuple(item for item in below if not any(part.startswith(".") for part in item[0]))
-    # Without the colon, so that a folder never has the place of an object.
-    place = place_at(endpoint, name).replace("://", "/", 1)
-    return Folder(name, tuple(name.partition("://")[2].split("/")), visible, places={(): place})
+    # Without the colon, so that a folder never has the location of an object.
+    location = location_at(endpoint, name).replace("://", "/", 1)
+    return Folder(name, tuple(name.partition("://")[2].split("/")), visible, locations={(): location})
 
 
 def _matching(

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from tracefit.inputs.compression import Compression
     from tracefit.inputs.otlp_wire import Signal
 
-HEAD_BYTES = 4 << 20
+FORMAT_HEAD_BYTES = 4 << 20
 """Bytes examined. A file with a longer first record is recognised by its JSON keys, or not at all."""
 
 JUNK_EDGE_BYTES = 64 << 10

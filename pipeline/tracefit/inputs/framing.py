@@ -28,7 +28,7 @@ RECORD_START = re.compile(rb'\{\s*"(?:trace"\s*:\s*\{\s*")?(?:resourceSpans|reso
 """How a record begins in JSON."""
 
 LENGTH_BYTES = 4
-MAX_GUESSES, _MAX_LOOKS = 10_000, 500_000
+MAX_FRAME_GUESSES, _MAX_LOOKS = 10_000, 500_000
 """Candidates for a record after damage: how many are parsed in one block, and how many are considered at all."""
 
 _VISIBLE = re.compile(rb"\S")
@@ -55,7 +55,7 @@ _MESSAGES_TRIED, _MOST_BETWEEN, _MOST_DAMAGE_BYTES = 64, 4, 2 << 20
 """Limits at the end of a buffer: message beginnings tried, false ones between two true ones, and bytes of damage after
 which the next beginning is accepted without proof."""
 
-_MANY_BYTES, _MOST_BYTES = 16 << 10, 1 << 20
+_MANY_BYTES, _MOST_FRAME_BYTES = 16 << 10, 1 << 20
 """A run of records too short to hold a span is joined to one record, if it has at least and at most so many bytes."""
 
 
@@ -137,7 +137,7 @@ def next_record(
     stop: int | None = None,
     *,
     is_last: bool = True,
-    max_guesses: int = MAX_GUESSES,
+    max_guesses: int = MAX_FRAME_GUESSES,
     starts: re.Pattern[bytes] | None = None,
 ) -> int:
     """Return where the first record between `start` and `stop` begins, or -1.
@@ -160,11 +160,11 @@ def _last_message(buffer: bytes, starts: re.Pattern[bytes]) -> int:
     It must begin where another one ends: bytes of a number can look like a beginning.
     """
     begins = [match.start() for match in starts.finditer(buffer)][-_MESSAGES_TRIED:]
-    for place in range(len(begins) - 1, 0, -1):
-        for before in reversed(begins[max(place - _MOST_BETWEEN, 0) : place]):
-            size = message_bytes(buffer[before : begins[place]])
-            if size and begins[place] - before - size in {0, LENGTH_BYTES}:
-                return begins[place]
+    for position in range(len(begins) - 1, 0, -1):
+        for before in reversed(begins[max(position - _MOST_BETWEEN, 0) : position]):
+            size = message_bytes(buffer[before : begins[position]])
+            if size and begins[position] - before - size in {0, LENGTH_BYTES}:
+                return begins[position]
     # All of the searched bytes are damaged: any beginning is as good as another.
     return begins[-1] if begins and len(buffer) > _MOST_DAMAGE_BYTES else 0
 
@@ -209,7 +209,9 @@ def _extents(buffer: bytes, shape: Shape, *, is_last: bool) -> Iterator[_Extent]
             position = plain_end
             continue
         if position >= tried and buffer[position : position + 1] in b"\0\x0a":
-            tried = max(end_of_run(_TINY[shape], buffer, position, position + _MOST_BYTES), position + 1)
+            tried = max(
+                end_of_run(_TINY[shape], buffer, position, position + _MOST_FRAME_BYTES), position + 1
+            )
             if tried - position >= _MANY_BYTES:
                 yield _Extent(position, tried)
                 position = tried
@@ -326,7 +328,9 @@ class _RecordFinder:
     hostile file can hold millions of them.
     """
 
-    def __init__(self, buffer: bytes, shape: Shape, *, is_last: bool, max_guesses: int = MAX_GUESSES) -> None:
+    def __init__(
+        self, buffer: bytes, shape: Shape, *, is_last: bool, max_guesses: int = MAX_FRAME_GUESSES
+    ) -> None:
         self._buffer = buffer
         self._is_framed = shape == "framed"
         self._is_last = is_last

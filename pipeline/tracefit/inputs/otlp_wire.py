@@ -23,7 +23,7 @@ LONGEST_HEADER = 16
 
 # Resource, scope_spans, schema_url, and instrumentation_library_spans of old.
 _RESOURCE_SPANS_FIELDS = (1, 2, 3, 1000)
-_SCOPE_SPANS = (2, 1000)
+_SCOPE_SPANS_LIMITS = (2, 1000)
 _TRACE_ID_HEADER = b"\x0a\x10"
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 _METRIC_NAME = re.compile(rb"[A-Za-z][A-Za-z0-9_./-]{0,254}")
@@ -141,7 +141,7 @@ def is_resource_spans(buffer: bytes, start: int, stop: int) -> bool | None:
 
 def has_span(buffer: bytes, start: int, stop: int) -> bool:
     """Return whether the content of a `resource_spans` field has a span with a trace id in it."""
-    scopes = [f for f in fields(buffer, start, stop)[0] if f[0] in _SCOPE_SPANS and f[1] == _BYTES]
+    scopes = [f for f in fields(buffer, start, stop)[0] if f[0] in _SCOPE_SPANS_LIMITS and f[1] == _BYTES]
     return any(
         f[:2] == (2, _BYTES) and buffer[f[2] : f[2] + 2] == _TRACE_ID_HEADER
         for scope in scopes

@@ -26,8 +26,8 @@ Encoding = Literal["json", "protobuf", "msgpack", "csv", "text"]
 
 MAX_EXCERPT_CHARS = 200
 _SCANNED_BYTES = 4096
-_MOST_KEYS, _MOST_LEVELS = 32, 4
-_NAME = re.compile(r"[A-Za-z_][A-Za-z_.]{0,59}")
+_MOST_SHOWN_KEYS, _MOST_SHOWN_LEVELS = 32, 4
+_ATTRIBUTE_NAME = re.compile(r"[A-Za-z_][A-Za-z_.]{0,59}")
 _TOKEN = re.compile(
     r'"(?P<key>[A-Za-z_][A-Za-z_.]{0,39})"(?=\s*:)|(?P<string>"(?:[^"\\]|\\.)*+"?)'
     r'|(?P<mark>[{}\[\]:,])|(?P<bare>[^\s"{}\[\]:,]+)',
@@ -192,7 +192,7 @@ def keys_in(record: bytes) -> list[str]:
     A list stands for its first item. Keys that do not look like names may be data, and are left out.
     """
     try:
-        return list(islice(_dotted(msgspec.json.decode(record), ""), _MOST_KEYS))
+        return list(islice(_dotted(msgspec.json.decode(record), ""), _MOST_SHOWN_KEYS))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return []
 
@@ -200,7 +200,7 @@ def keys_in(record: bytes) -> list[str]:
 def _dotted(value: object, prefix: str, depth: int = 0) -> Iterator[str]:
     while isinstance(value, list) and value:
         value = value[0]
-    if not isinstance(value, dict) or depth == _MOST_LEVELS:
+    if not isinstance(value, dict) or depth == _MOST_SHOWN_LEVELS:
         if prefix:
             yield prefix
         return
@@ -211,7 +211,7 @@ def _dotted(value: object, prefix: str, depth: int = 0) -> Iterator[str]:
 
 def is_name(key: str) -> bool:
     """Return whether a key looks like a name that a program gave, not like data."""
-    return _NAME.fullmatch(key) is not None
+    return _ATTRIBUTE_NAME.fullmatch(key) is not None
 
 
 def is_json(text: bytes) -> bool:

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Literal
 from tracefit.errors import DataError, UsageError, did_you_mean
 from tracefit.models.amounts import number
 from tracefit.models.describe import (
-    REQUEST_COLUMNS,
-    STEP_COLUMNS,
+    REQUEST_VALUES,
     STEP_INPUTS,
+    STEP_VALUES,
     require_possible,
     step_inputs,
     traffic_formulas,
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 MAX_NAME_SHOWN = 64
 
-_OF_SPANS = {target.definition for target in STEP_TARGETS}
+_SPAN_DEFINITIONS = {target.definition for target in STEP_TARGETS}
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ class DeploymentModels:
     def compiled(self, model: Model) -> CompiledModel:
         """Return a model of the deployment compiled for inputs as `workload` describes them; each is compiled once."""
         if model.name not in self._compiled:
-            columns = STEP_COLUMNS if is_step_model(model.name) else REQUEST_COLUMNS
+            columns = STEP_VALUES if is_step_model(model.name) else REQUEST_VALUES
             self._compiled[model.name] = CompiledModel(model, columns)
         return self._compiled[model.name]
 
@@ -131,7 +131,7 @@ class DeploymentModels:
     def usual_kv_usage(self) -> float | None:
         """KV usage of a described step, where a recording stated the steps without their context, and the KV blocks are unknown."""
         model = self.step_model
-        is_recorded = model.target is not None and model.target.definition not in _OF_SPANS
+        is_recorded = model.target is not None and model.target.definition not in _SPAN_DEFINITIONS
         left_out = model.features_left_out if isinstance(model, LinearModel) else ()
         lacks_context = any(each.feature == "context_tokens" and not each.training_range for each in left_out)
         if self.server["num_gpu_blocks"] or not (is_recorded and lacks_context):
@@ -211,7 +211,7 @@ class DeploymentModels:
         self, of: Literal["step", "request"], given: Mapping[str, float | None], named: Collection[str] = ()
     ) -> list[str]:
         """Name the inputs outside their training range, except those whose column is in `named`."""
-        columns = {STEP_COLUMNS.get(column) for column in named}
+        columns = {STEP_VALUES.get(column) for column in named}
         return [
             f"{name} {value:,g} is outside {ends[0]:,g} to {ends[1]:,g}, the range of {of}s in training"
             for name, ends in self.input_ranges(of).items()

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 STEP_INPUTS = ("batch", "context", "prefill", "prefill_reqs", "prefill_done", "waiting")
 
-STEP_COLUMNS: dict[str, str] = {
+STEP_VALUES: dict[str, str] = {
     "num_prefill_reqs": "prefill_reqs",
     "num_decode_reqs": "batch",
     "prefill_tokens": "prefill",
@@ -96,7 +96,7 @@ _BATCH_LIMITS: dict[tuple[str, ...], tuple[str, str]] = {
     ("batch",): ("max_num_seqs", "it runs no more at a time"),
     ("context",): ("max_model_len", "no request has more"),
 }
-_LIMITS: dict[str, dict[tuple[str, ...], tuple[str, str]]] = {
+_BATCH_CHECKS: dict[str, dict[tuple[str, ...], tuple[str, str]]] = {
     "step": {**_BATCH_LIMITS, ("batch", "prefill"): ("max_num_batched_tokens", "no step computes more")},
     "request": {
         ("prompt_tokens", "output_tokens"): ("max_model_len", "it refuses such a request"),
@@ -119,14 +119,14 @@ def impossible(
         limit: Setting of the server to its value, null if unknown.
     """
     for name, value in given.items():
-        if name in _COUNTS:
+        if name in _COUNTED_NAMES:
             yield (value < 0) | (value >= MAX_COUNT), name, value, "{:g} is not a count"
     if of == "request":
         output, cached = given["output_tokens"], given["cached"]
         yield output < 1, "output", output, "a request generates at least 1 output token"
         last_is_computed = "must be less than the prompt tokens, because the last one is always computed"
         yield cached >= given["prompt_tokens"], "cached", cached, last_is_computed
-    for names, (setting, behaviour) in _LIMITS[of].items():
+    for names, (setting, behaviour) in _BATCH_CHECKS[of].items():
         most = limit(setting)
         if most is not None and all(name in given for name in names):
             total = sum(given[name] for name in names)
@@ -150,7 +150,7 @@ def require_possible(
             raise UsageError(words.format(value), where=name)
 
 
-REQUEST_COLUMNS: dict[str, str] = {
+REQUEST_VALUES: dict[str, str] = {
     "max_tokens": "output_tokens",
     "cached_prompt_tokens": "cached",
     "prefix_hit_ratio": "cached / prompt_tokens",
@@ -186,7 +186,7 @@ into long steps.
 """
 
 
-_COUNTS = {*STEP_INPUTS, *STEP_COLUMNS, *REQUEST_INPUTS, *OTHERS}
+_COUNTED_NAMES = {*STEP_INPUTS, *STEP_VALUES, *REQUEST_INPUTS, *OTHERS}
 """Names whose values cannot be negative."""
 
 

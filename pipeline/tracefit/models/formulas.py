@@ -35,7 +35,7 @@ Function = Literal["min", "max"]
 
 _OPERATORS: dict[type[ast.operator], Operator] = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/"}
 
-_SIGNS = ast.UAdd | ast.USub  # `not` is one of Python's operators of one operand too
+_SIGN_NODES = ast.UAdd | ast.USub  # `not` is one of Python's operators of one operand too
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,10 +114,10 @@ def _node(tree: ast.expr, *, calls: int) -> Node:
             return _constant(value)
         case ast.Name(id=name):
             return Name(name)
-        case ast.UnaryOp(op=op) if isinstance(op, _SIGNS):
+        case ast.UnaryOp(op=op) if isinstance(op, _SIGN_NODES):
             # A chain of signs is folded in a loop: it can be as long as the formula.
             negative = False
-            while isinstance(tree, ast.UnaryOp) and isinstance(tree.op, _SIGNS):
+            while isinstance(tree, ast.UnaryOp) and isinstance(tree.op, _SIGN_NODES):
                 negative ^= isinstance(tree.op, ast.USub)
                 tree = tree.operand
             node = _node(tree, calls=calls)
@@ -156,7 +156,7 @@ def _float(value: float) -> float:
 
 
 def _exponent(tree: ast.expr) -> Constant:
-    number = tree.operand if isinstance(tree, ast.UnaryOp) and isinstance(tree.op, _SIGNS) else tree
+    number = tree.operand if isinstance(tree, ast.UnaryOp) and isinstance(tree.op, _SIGN_NODES) else tree
     node = _node(number, calls=0) if isinstance(number, ast.Constant) else None
     if isinstance(node, Constant) and node.value <= MAX_EXPONENT:
         is_negative = isinstance(tree, ast.UnaryOp) and isinstance(tree.op, ast.USub)

@@ -17,12 +17,12 @@ from tracefit.errors import UsageError, did_you_mean
 from tracefit.models.amounts import largest
 from tracefit.models.columns import amounts_of, column_of
 from tracefit.models.deployment import MAX_NAME_SHOWN
-from tracefit.models.describe import OTHERS, REQUEST_INPUTS, RUNNING, STEP_COLUMNS, STEP_INPUTS, impossible
+from tracefit.models.describe import OTHERS, REQUEST_INPUTS, RUNNING, STEP_INPUTS, STEP_VALUES, impossible
 from tracefit.models.evaluate import CompiledModel
-from tracefit.models.predict import PREDICTED, outside_training, p90_ape_pct
+from tracefit.models.predict import PREDICTED_COLUMN, outside_training, p90_ape_pct
 from tracefit.models.request import RequestComposer, complete
 from tracefit.models.schema import terms_of
-from tracefit.models.targets import LATENCIES
+from tracefit.models.targets import LATENCY_TITLES
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
@@ -99,7 +99,7 @@ def unread_columns(models: DeploymentModels, of: str, frame: pl.DataFrame) -> di
     if "run_id" in frame.columns:
         return {}
     if of == "request":
-        read = models.read(models.models.values()).union(REQUEST_INPUTS, OTHERS, FLAGS)
+        read = models.read(models.models.values()).union(REQUEST_INPUTS, OTHERS, REQUEST_FLAGS)
     else:
         read = models.read([models.step_model if of == "step" else models.require(of)])
     numbers = [name for name, kind in frame.schema.items() if kind.is_numeric() and name not in read]
@@ -133,10 +133,10 @@ def _frame(rows: Any) -> pl.DataFrame:
 # -- predictions ----------------------------------------------------------------------------------------
 
 
-OUTPUTS = (PREDICTED, "low_us", "high_us", "out_of_range")
+OUTPUTS = (PREDICTED_COLUMN, "low_us", "high_us", "out_of_range")
 """Columns that are added to steps and to rows of features."""
 
-FLAGS = {"prompt": "prompt_tokens", "output": "output_tokens"}
+REQUEST_FLAGS = {"prompt": "prompt_tokens", "output": "output_tokens"}
 """Flags of requests to the inputs that have another name."""
 
 
@@ -242,7 +242,7 @@ def predict_steps(models: DeploymentModels, rows: pl.DataFrame) -> pl.DataFrame:
     Raises:
         UsageError: As `predict_rows`, or the server does not run one of the steps; then no step is predicted.
     """
-    _require_possible(models, "step", rows, (*STEP_INPUTS, *STEP_COLUMNS))
+    _require_possible(models, "step", rows, (*STEP_INPUTS, *STEP_VALUES))
     return evaluated_steps(models, rows)
 
 
@@ -267,7 +267,7 @@ def evaluated_steps(models: DeploymentModels, rows: pl.DataFrame) -> pl.DataFram
     with np.errstate(all="ignore"):
         found = compiled.evaluate(values)
         # A term that is the same input by another name is reported already.
-        of_terms = {STEP_COLUMNS.get(t.feature) for t in terms_of(model) if t.training_range is not None}
+        of_terms = {STEP_VALUES.get(t.feature) for t in terms_of(model) if t.training_range is not None}
         beyond = _beyond(models, "step", {n: v for n, v in described.items() if n not in of_terms})
     return _joined(rows, _predictions(compiled, found, beyond, rows.height))
 
@@ -357,7 +357,7 @@ def composed_requests(models: DeploymentModels, given: pl.DataFrame) -> pl.DataF
     inside = pl.col("out_of_range").is_null()
     ranges = [
         pl.when(inside).then(pl.col(f"{name}_us") * ratio).alias(f"{name}_{end}_us")
-        for name in LATENCIES
+        for name in LATENCY_TITLES
         for end, ratio in zip(("low", "high"), models.range_of(name), strict=True)
     ]
     added_columns = pl.DataFrame(columns).with_columns(out_of_range=outside).with_columns(ranges)
@@ -365,17 +365,21 @@ def composed_requests(models: DeploymentModels, given: pl.DataFrame) -> pl.DataF
 
 
 def completed_requests(models: DeploymentModels, rows: pl.DataFrame) -> pl.DataFrame:
-    """Complete described requests; columns may have the names of the flags (`FLAGS`)."""
+    """Complete described requests; columns may have the names of the flags (`REQUEST_FLAGS`)."""
     rows = rows.with_columns(
         pl.col(flag).alias(name)
-        for flag, name in FLAGS.items()
+        for flag, name in REQUEST_FLAGS.items()
         if flag in rows.columns and name not in rows.columns
     )
-    for flag, name in FLAGS.items():
+    for flag, name in REQUEST_FLAGS.items():
         if name not in rows.columns:
-            rest = [c for c in rows.columns if c not in (*FLAGS, *FLAGS.values(), *REQUEST_INPUTS, *OTHERS)]
+            rest = [
+                c
+                for c in rows.columns
+                if c not in (*REQUEST_FLAGS, *REQUEST_FLAGS.values(), *REQUEST_INPUTS, *OTHERS)
+            ]
             close = (f"column {c}: {meant} " for c in rest if (meant := did_you_mean(c, (flag, name))))
-            needed = f"columns {' and '.join(FLAGS.values())}, or {' and '.join(FLAGS)}, are needed"
+            needed = f"columns {' and '.join(REQUEST_FLAGS.values())}, or {' and '.join(REQUEST_FLAGS)}, are needed"
             raise UsageError(f"the rows have no column {name}", hint=f"{next(close, '')}{needed}")
     inputs = [c for c in (*REQUEST_INPUTS, *OTHERS) if c in rows.columns]
     if not all(rows.schema[c].is_numeric() or rows.schema[c] == pl.Null for c in inputs):

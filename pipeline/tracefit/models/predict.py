@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from tracefit.models.evaluate import CompiledModel, Evaluated
     from tracefit.models.schema import Model
 
-PREDICTED = "predicted_us"
+PREDICTED_COLUMN = "predicted_us"
 """Name of the prediction itself among values outside their range: a line below 0 is cut off at 0."""
 INTERVAL_ROWS = 20
 """Held-out rows that a group of rows needs for an interval of its own."""
@@ -100,7 +100,7 @@ class Outside(NamedTuple):
     def text(self, low: float, high: float) -> str:
         """Say it of values from `low` to `high`."""
         values = f"{low:g}" if low == high else f"{low:g} to {high:g}"
-        if self.feature == PREDICTED:
+        if self.feature == PREDICTED_COLUMN:
             return f"{self.model}: the model extrapolates to {values} us here; reported as 0, which means unknown, not no time"
         text = f"{self.model}: {self.feature} {values} is outside {self.ends[0]:g} to {self.ends[1]:g}, the training range"
         return text if self.has_term else f"{text}; the model has no term for it"
@@ -124,7 +124,7 @@ def outside_training(compiled: CompiledModel, found: Evaluated) -> Iterator[Outs
         if anywhere(rows):
             yield Outside(name, feature, rows, values[feature], ends, has_term=False)
     if anywhere(found.amount < 0):
-        yield Outside(name, PREDICTED, found.amount < 0, found.amount, (0.0, math.inf))
+        yield Outside(name, PREDICTED_COLUMN, found.amount < 0, found.amount, (0.0, math.inf))
 
 
 def _beyond(value: Amount, ends: tuple[float, float]) -> Truth:

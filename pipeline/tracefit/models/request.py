@@ -432,7 +432,7 @@ def predict_request(
     if models.setting("async_scheduling") is True and inputs["batch"]:
         ahead = ["scheduling runs a step ahead: the prompt waits one cycle more"]
     is_outside = bool(beyond or composer.outside)
-    ranges = {name: _range_of(models, name, is_outside=is_outside) for name in targets.LATENCIES}
+    ranges = {name: _range_of(models, name, is_outside=is_outside) for name in targets.LATENCY_TITLES}
 
     def latency(name: str) -> PredictedDuration:
         value = durations[name]
@@ -449,7 +449,7 @@ def predict_request(
         prefill_steps=composer.prefill_steps,
         assumed=tuple(dict.fromkeys(all_assumed)),
         out_of_range=(*beyond, *in_lines(composer.outside)),
-        ranges=tuple(f"{targets.LATENCIES[name]}: {text}" for name, (_, text) in ranges.items()),
+        ranges=tuple(f"{targets.LATENCY_TITLES[name]}: {text}" for name, (_, text) in ranges.items()),
     )
 
 

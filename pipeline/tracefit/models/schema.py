@@ -21,7 +21,7 @@ from tracefit.evaluator import (
     MAX_NAME_CHARS,
     MAX_REGIMES,
     MAX_TERMS,
-    NAME,
+    NAME_PATTERN,
     ROUNDING,
 )
 from tracefit.models import targets
@@ -30,7 +30,7 @@ from tracefit.server.documents import FiniteNumber, Scalar
 
 Relation = Literal["<", "<=", ">", ">=", "=="]
 Bounds = tuple[FiniteNumber, FiniteNumber]
-Identifier = Annotated[str, Field(pattern=f"^{NAME.pattern}$", max_length=MAX_NAME_CHARS)]
+Identifier = Annotated[str, Field(pattern=f"^{NAME_PATTERN.pattern}$", max_length=MAX_NAME_CHARS)]
 Formula = Annotated[str, Field(max_length=MAX_FORMULA_CHARS)]
 
 
@@ -176,7 +176,7 @@ class Condition(Strict):
         return " and ".join(f"({t})" for t in texts) if len(texts) > 1 else "".join(texts)
 
 
-ALWAYS = Condition(all=())
+NO_CONDITION = Condition(all=())
 NEVER = "never"
 
 
@@ -575,7 +575,7 @@ def terms_of(model: Model) -> list[Term]:
     return [term for form in linear_forms(model).values() for term in form.terms]
 
 
-_CLOCK = {"work": "step starts known", "without_clock": "step starts unknown"}
+_CLOCK_TEXTS = {"work": "step starts known", "without_clock": "step starts unknown"}
 
 
 def numbers_of(model: Model) -> dict[tuple[str, str, str], Number | Term]:
@@ -601,7 +601,7 @@ def coefficient_rows(model: Model) -> Iterator[dict[str, object]]:
             "deployment_id": model.deployment_id,
             "model": model.name,
             "part": part,
-            "condition": form.when.text() if isinstance(form, Regime) else _CLOCK.get(part),
+            "condition": form.when.text() if isinstance(form, Regime) else _CLOCK_TEXTS.get(part),
             "term": name,
             "unit": unit,
             "value": number.value,

@@ -94,7 +94,7 @@ class StepTarget:
 
 
 CYCLE_TIME = StepTarget("cycle_time", "step_clock", "start of a step to start of the next, engine busy")
-DURATION = StepTarget("duration", "duration", "step.duration_us as the server stamps it")
+DURATION_TARGET = StepTarget("duration", "duration", "step.duration_us as the server stamps it")
 
 
 def is_step_model(name: str) -> bool:
@@ -102,10 +102,10 @@ def is_step_model(name: str) -> bool:
     return name.startswith("beta.")
 
 
-STEP_TARGETS = (CYCLE_TIME, DURATION)
+STEP_TARGETS = (CYCLE_TIME, DURATION_TARGET)
 """In order of preference: if files have both, predictions use the first."""
 
-LATENCIES: dict[str, str] = {"ttft": "TTFT", "itl": "ITL", "e2e": "E2E"}
+LATENCY_TITLES: dict[str, str] = {"ttft": "TTFT", "itl": "ITL", "e2e": "E2E"}
 """The main latencies of requests: names in files, and as people write them."""
 
 STEP_BEGINS = "first_scheduled_ns"

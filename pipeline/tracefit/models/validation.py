@@ -114,7 +114,7 @@ class Classifier:
 
 
 @dataclass(frozen=True, slots=True)
-class EquationErrors:
+class SummedRowErrors:
     """Errors of step times on all held-out rows: single steps, and intervals by their mean.
 
     Attributes:
@@ -338,7 +338,7 @@ class Validation:
     by_group: dict[str, Metrics] = field(default_factory=dict)
     by_phase: tuple[StepPhase, ...] = ()
     by_load: dict[str, Metrics] = field(default_factory=dict)
-    held_out_equations: EquationErrors | None = None
+    held_out_equations: SummedRowErrors | None = None
     error_over_load: ErrorOverLoad | None = None
     load_extrapolation: LoadExtrapolation | None = None
     stretches: Metrics | None = None

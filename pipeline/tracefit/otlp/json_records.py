@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from tracefit.inputs.rejects import Encoding
 
 NAME: Encoding = "json"
-SYNTAX = layouts.JSON
+SYNTAX = layouts.JSON_SYNTAX
 
 _Int64 = Annotated[int, Meta(ge=-INT64_MAX - 1, le=INT64_MAX)]
 _Nanos = Annotated[int, Meta(ge=0, le=INT64_MAX)]
@@ -167,10 +167,10 @@ PIECE_BYTES = 4 << 20
 """Piece size for long records, in bytes. Spans of 100 bytes need ten times their size once decoded."""
 
 # Not strict: OTLP writes 64-bit integers as strings, which msgspec then converts without a Python str in between.
-_RECORDS = msgspec.json.Decoder(_TracesData, strict=False)
-_SPANS = msgspec.json.Decoder(_Span, strict=False)
-_PAIRS = msgspec.json.Decoder(list[_KeyValue], strict=False)
-_LISTS = msgspec.json.Decoder(_ValueList, strict=False)
+_RECORD_DECODER = msgspec.json.Decoder(_TracesData, strict=False)
+_SPAN_DECODER = msgspec.json.Decoder(_Span, strict=False)
+_PAIR_DECODER = msgspec.json.Decoder(list[_KeyValue], strict=False)
+_LIST_DECODER = msgspec.json.Decoder(_ValueList, strict=False)
 _KEY_VALUE_LISTS = msgspec.json.Decoder(_KeyValueList, strict=False)
 
 
@@ -202,7 +202,7 @@ def scopes(payload: bytes, reject: AddReject, most_bytes: int) -> Iterator[Encod
         reject("more objects than spans and events of its length can have")
         return
     try:
-        resources = _RECORDS.decode(payload).resource_spans
+        resources = _RECORD_DECODER.decode(payload).resource_spans
     except _DECODE_ERRORS:
         yield from _read_any_record(payload, reject)
         return
@@ -219,7 +219,7 @@ def read_spans(encoded: Sequence[Raw]) -> list[_Span]:
         FieldError: A span is not as exporters write it, good or bad.
     """
     try:
-        spans = list(map(_SPANS.decode, encoded))
+        spans = list(map(_SPAN_DECODER.decode, encoded))
     except _DECODE_ERRORS as error:
         raise FieldError(f"{_field_of(error)} is not valid") from error
     ids = [span.trace_id for span in spans], [span.span_id for span in spans]
@@ -252,7 +252,7 @@ def _plain_nested(value: _Value, depth: int) -> Plain:
     check_depth(depth)
     try:
         if value.array_value is not _UNSET:
-            return [_plain(each, depth + 1) for each in _LISTS.decode(value.array_value).values]
+            return [_plain(each, depth + 1) for each in _LIST_DECODER.decode(value.array_value).values]
         if value.kvlist_value is not _UNSET:
             pairs = _KEY_VALUE_LISTS.decode(value.kvlist_value).values
             return {each.key: _plain(each.value, depth + 1) for each in pairs}
@@ -294,7 +294,7 @@ def read_pairs(attributes: bytes | Raw) -> Pairs:
         FieldError: They are written in an unusual way.
     """
     try:
-        return [(each.key, each.value.scalar()) for each in _PAIRS.decode(attributes)]
+        return [(each.key, each.value.scalar()) for each in _PAIR_DECODER.decode(attributes)]
     except _DECODE_ERRORS as error:
         raise FieldError(f"{_field_of(error)} is not valid") from error
 
@@ -309,7 +309,7 @@ _BETWEEN = b" \t\r\n,[]"
 _MAX_ENVELOPES = 16
 """Nested envelopes around a record that are opened; Tempo writes one."""
 
-_OTHER_SIGNALS = {"resourceLogs": "logs", "resourceMetrics": "metrics"}
+_SIGNAL_KEYS = {"resourceLogs": "logs", "resourceMetrics": "metrics"}
 _RECORD_KEYS = {"trace", "batches", "resourceSpans", "resource_spans"}
 
 
@@ -386,9 +386,9 @@ def _read_envelope(raw: Raw, reject: AddReject) -> Iterator[EncodedScope]:
     if name is not None:
         yield from _each(name, _read_resource_spans, _list(_get(record, name), name), reject)
     elif record and not _RECORD_KEYS & record.keys():
-        signal = next((key for key in _OTHER_SIGNALS if _get(record, key) is not None), None)
+        signal = next((key for key in _SIGNAL_KEYS if _get(record, key) is not None), None)
         raise FieldError(
-            f"it holds OTLP {_OTHER_SIGNALS[signal]}, not traces" if signal else "it has no resourceSpans"
+            f"it holds OTLP {_SIGNAL_KEYS[signal]}, not traces" if signal else "it has no resourceSpans"
         )
 
 
@@ -446,7 +446,7 @@ def _read_usual_span(raw: Raw) -> _Span:
     return span
 
 
-_INSIDE: dict[type[msgspec.Struct], dict[str, type[msgspec.Struct]]] = {
+_MEMBERS: dict[type[msgspec.Struct], dict[str, type[msgspec.Struct]]] = {
     _Span: {"attributes": _KeyValue, "events": _Event, "status": _Status},
     _Event: {"attributes": _KeyValue},
     _KeyValue: {"value": _Value},
@@ -457,7 +457,7 @@ _INSIDE: dict[type[msgspec.Struct], dict[str, type[msgspec.Struct]]] = {
 }
 """The structs inside other structs, by field."""
 
-_LISTED = ("attributes", "events", "values")
+_LIST_MEMBERS = ("attributes", "events", "values")
 
 
 def _usual_of(raw: Raw | None, struct: type[msgspec.Struct], name: str) -> _Json:
@@ -472,10 +472,10 @@ def _usual(tree: Any, struct: type[msgspec.Struct], name: str) -> _Json:
     for field in _fields_read(struct):
         value = tree.get(field)
         value = tree.get(_snake_case(field)) if value is None else value
-        inside = _INSIDE.get(struct, {}).get(field)
+        inside = _MEMBERS.get(struct, {}).get(field)
         if value is None:
             continue
-        if inside is not None and field in _LISTED:
+        if inside is not None and field in _LIST_MEMBERS:
             if not isinstance(value, list):
                 raise FieldError(f"{field} is not an array")
             # In an array of values, null is the empty value.

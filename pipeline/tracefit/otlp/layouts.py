@@ -6,7 +6,7 @@ after it. The layout is compared with all other events at once, and the values o
 the next attribute follows. An event without the attribute keeps its position until its next attribute comes up. Events
 that match no layout are left to be parsed one by one.
 
-So there are two readers of attributes in JSON: this one for many events, and `json_records.read_pairs` for a few and for what no layout matches.
+So there are two readers of attributes in JSON_SYNTAX: this one for many events, and `json_records.read_pairs` for a few and for what no layout matches.
 That one takes five times as long, and an ingest with it only a third longer than with both. Both accept the same spellings as the same values:
 tests/otlp gives its cases to both (`each_reader`).
 """
@@ -38,7 +38,7 @@ ValueKind = Literal["int", "double", "bool", "string", "bytes"]
 FEW_EVENTS = 24
 """Fewer events than this are parsed one by one in less time than it takes to set up arrays."""
 
-_BLOCK_ROWS = 8192
+_LAYOUT_ROWS = 8192
 """Events read at a time, so that their bytes stay in the processor's cache."""
 
 _MAX_FAILURES, _FREE_ROUNDS = 8, 64
@@ -88,7 +88,7 @@ class Attribute:
 
 
 class Syntax(NamedTuple):
-    """The syntax of a list of attributes: between brackets and commas (JSON), or simply end to end (protobuf)."""
+    """The syntax of a list of attributes: between brackets and commas (JSON_SYNTAX), or simply end to end (protobuf)."""
 
     attribute_at: Callable[[bytes, int, int], Attribute | None]
     """Takes a text, the position of an attribute and the end; returns the layout, or None if it is unusual."""
@@ -122,8 +122,8 @@ def read_columns(
     """
     pieces: dict[str, list[_Piece]] = {}
     done: list[Positions] = [rows[:0]]
-    for start in range(0, len(rows) if len(rows) >= FEW_EVENTS else 0, _BLOCK_ROWS):
-        reader = _LayoutReader(texts, rows[start : start + _BLOCK_ROWS], wanted, syntax)
+    for start in range(0, len(rows) if len(rows) >= FEW_EVENTS else 0, _LAYOUT_ROWS):
+        reader = _LayoutReader(texts, rows[start : start + _LAYOUT_ROWS], wanted, syntax)
         done.append(reader.read())
         for piece in reader.pieces:
             pieces.setdefault(piece.attribute.key, []).append(piece)
@@ -275,16 +275,14 @@ def _doubles(text: pl.Series) -> pl.Series | None:
     return None if numbers.null_count() or numbers.is_infinite().any() else numbers
 
 
-# JSON: an array of {"key": …, "value": {"intValue": …}} in either order, with any white space.
+# JSON_SYNTAX: an array of {"key": …, "value": {"intValue": …}} in either order, with any white space.
 
-_KEY = r'"key" : "(?P<key{n}>[^"\\]*)"'
-_VALUE = (
+_KEY_PATTERN = r'"key" : "(?P<key{n}>[^"\\]*)"'
+_VALUE_PATTERN = (
     r'"value" : \{{ "(?P<kind{n}>int|double|bool|string|bytes)Value" : '
     r'(?:"(?P<quoted{n}>(?:[^"\\]|\\.)*+)"|(?P<bare{n}>[^"{{}}\[\],:\s]+)) \}}'
 )
-_EITHER_ORDER = (
-    rf" \{{ (?:{_KEY.format(n=1)} , {_VALUE.format(n=1)}|{_VALUE.format(n=2)} , {_KEY.format(n=2)}) \}} "
-)
+_EITHER_ORDER = rf" \{{ (?:{_KEY_PATTERN.format(n=1)} , {_VALUE_PATTERN.format(n=1)}|{_VALUE_PATTERN.format(n=2)} , {_KEY_PATTERN.format(n=2)}) \}} "
 _JSON_ATTRIBUTE = re.compile(_EITHER_ORDER.replace(" ", r"\s*").encode())
 """Spaces in the patterns above stand for any white space."""
 
@@ -370,7 +368,7 @@ _JSON_READERS: dict[tuple[bytes, bool], tuple[ValueKind, _Read, _Read | None]] =
 
 # Protobuf: `attributes` fields of an event, each a KeyValue: 1a SIZE 0a SIZE key 12 SIZE value.
 
-_ATTRIBUTE_TAG, _KEY_TAG, _VALUE_TAG = 0x1A, 0x0A, 0x12
+_ATTRIBUTE_TAGS, _KEY_TAG, _VALUE_TAG = 0x1A, 0x0A, 0x12
 _STRING_TAG, _BOOL_TAG, _INT_TAG, _DOUBLE_TAG, _BYTES_TAG = 0x0A, 0x10, 0x18, 0x21, 0x3A
 _MORE = 0x80
 """The top bit of a varint's byte: another byte follows."""
@@ -389,7 +387,7 @@ def _protobuf_attribute(text: bytes, start: int, stop: int) -> Attribute | None:
         widths.append(inside - at - 1)
         at = inside + size if level == "key" else inside
     (begin, size), (key_at, key_size), (value_at, value_size) = sizes
-    if tags != [_ATTRIBUTE_TAG, _KEY_TAG, _VALUE_TAG] or not begin + size == value_at + value_size <= stop:
+    if tags != [_ATTRIBUTE_TAGS, _KEY_TAG, _VALUE_TAG] or not begin + size == value_at + value_size <= stop:
         return None
     if not value_size or text[value_at] not in _PROTOBUF_READERS:
         return None
@@ -470,5 +468,5 @@ _PROTOBUF_READERS: dict[int, tuple[ValueKind, _Read]] = {
 }
 """By the tag of the field of `AnyValue`; texts by `_read_sized_text`, which needs to know how wide their size is."""
 
-JSON = Syntax(_json_attribute, b"[", b",", b"]")
+JSON_SYNTAX = Syntax(_json_attribute, b"[", b",", b"]")
 PROTOBUF = Syntax(_protobuf_attribute)

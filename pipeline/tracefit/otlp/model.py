@@ -25,7 +25,7 @@ INT64_MAX = 2**63 - 1
 MAX_VALUE_DEPTH = 40
 """Levels of arrays and key-value lists in one attribute value."""
 
-KINDS = ("UNSPECIFIED", "INTERNAL", "SERVER", "CLIENT", "PRODUCER", "CONSUMER")
+SPAN_KINDS = ("UNSPECIFIED", "INTERNAL", "SERVER", "CLIENT", "PRODUCER", "CONSUMER")
 STATUS_CODES = ("UNSET", "OK", "ERROR")
 """Enum names of a span by number; on the wire they carry a prefix."""
 
@@ -120,8 +120,8 @@ class Events(NamedTuple):
 
 def kind_name(kind: int | str) -> str | None:
     """Return the kind of a span by name, null if it is unspecified or unknown; see `_enum_name`."""
-    name = _enum_name(kind, "SPAN_KIND_", KINDS)
-    return None if name == KINDS[0] else name
+    name = _enum_name(kind, "SPAN_KIND_", SPAN_KINDS)
+    return None if name == SPAN_KINDS[0] else name
 
 
 def status_name(code: int | str) -> str | None:

@@ -33,9 +33,9 @@ _MARGIN = 256
 
 # A byte-wise constant times `_ONES` is that byte eight times over.
 _ONES, _TOPS = np.uint64(0x0101010101010101), np.uint64(0x8080808080808080)
-_ONE, _SHIFT_TO_BYTES = np.uint64(1), np.uint8(3)
+_ONE_BYTE, _SHIFT_TO_BYTES = np.uint64(1), np.uint8(3)
 _DIGIT_ZEROS, _ABOVE_NINE = _ONES * np.uint64(ord("0")), _ONES * np.uint64(0x80 - 10)
-_PAIRS = tuple(
+_PACKED_PAIRS = tuple(
     (np.uint64((base << width) + 1), np.uint64(width), np.uint64(mask))
     for base, width, mask in (
         (10, 8, 0x00FF00FF00FF00FF),
@@ -123,7 +123,7 @@ class PackedTexts:
         # off. A shift by all 64 bits is 0 in numpy.
         value = word << (np.uint64(64) - (count << 3).astype(np.uint64))
         # Each round multiplies and adds adjacent numbers at once: 8 digits to 4 pairs to 2 fours to 1 number.
-        for factor, width, mask in _PAIRS:
+        for factor, width, mask in _PACKED_PAIRS:
             value = ((value * factor) >> width) & mask
         return count, value
 
@@ -168,7 +168,9 @@ class PackedTexts:
             # At most two more bytes fit into 64 bits: 7 bits of the ninth, 1 bit of the tenth.
             first, second = (self.array[positions[longer] + WORD + n].astype(np.uint64) for n in (0, 1))
             two = first >= np.uint64(0x80)
-            high = (first & np.uint64(0x7F)) | np.where(two, (second & _ONE) << np.uint64(7), np.uint64(0))
+            high = (first & np.uint64(0x7F)) | np.where(
+                two, (second & _ONE_BYTE) << np.uint64(7), np.uint64(0)
+            )
             numbers[longer] |= high << np.uint64(7 * WORD)
             # A tenth byte above 1 would be a 65th bit, or an eleventh byte: no valid number.
             sizes[longer] = np.where(two, np.where(second < np.uint64(2), 10, 0), 9)
@@ -207,13 +209,13 @@ def _bytes_before_top(marks: Words) -> Positions:
     # `tops - 1` turns the zeros below the lowest set bit into ones; `& ~tops` keeps only those. Their number
     # is the index of that bit, 8 n + 7, and its eighth the number of whole bytes below. Without any bit all
     # 64 are ones: 8 bytes.
-    return (np.bitwise_count(~tops & (tops - _ONE)) >> _SHIFT_TO_BYTES).astype(np.int64)
+    return (np.bitwise_count(~tops & (tops - _ONE_BYTE)) >> _SHIFT_TO_BYTES).astype(np.int64)
 
 
 def _septets(word: Words) -> Words:
     """Join the lower 7 bits of each of eight bytes, as protobuf stores a number, to one of 56 bits."""
     # Every other group moves down over the gap below it: 7-bit groups by 1 bit, 14-bit groups by 2, 28-bit ones by 4.
-    pairs = (word & np.uint64(0x007F007F007F007F)) | ((word & np.uint64(0x7F007F007F007F00)) >> _ONE)
+    pairs = (word & np.uint64(0x007F007F007F007F)) | ((word & np.uint64(0x7F007F007F007F00)) >> _ONE_BYTE)
     fours = (pairs & np.uint64(0x00003FFF00003FFF)) | (
         (pairs & np.uint64(0x3FFF00003FFF0000)) >> np.uint64(2)
     )

@@ -219,7 +219,7 @@ def _container(value: Any, kind: str | None, depth: int) -> Plain:
     return b64encode(value.bytes_value).decode() if kind == "bytes_value" else None
 
 
-_TIME_TAG, _NAME_TAG, _ATTRIBUTE_TAG, _DROPPED_TAG = 0x09, 0x12, 0x1A, 0x20
+_TIME_TAG, _NAME_TAG, _ATTRIBUTES_TAG, _DROPPED_TAG = 0x09, 0x12, 0x1A, 0x20
 _NAME_AT = 11
 """An event as exporters write it: 09 TIME (8 bytes), 12 SIZE NAME, then its attributes."""
 
@@ -234,7 +234,7 @@ def event_columns(events: list[bytes]) -> Events:
     usual = (array[starts] == _TIME_TAG) & (array[starts + 9] == _NAME_TAG) & (sizes < 0x80)
     attributes_at = starts + _NAME_AT + sizes
     usual &= attributes_at <= ends
-    usual &= (attributes_at == ends) | (array[np.minimum(attributes_at, ends)] == _ATTRIBUTE_TAG)
+    usual &= (attributes_at == ends) | (array[np.minimum(attributes_at, ends)] == _ATTRIBUTES_TAG)
     # A count of dropped attributes, of one byte or two, comes last: such events are read one by one.
     usual &= (array[ends - 2] != _DROPPED_TAG) & (array[ends - 3] != _DROPPED_TAG)
     attributes_at = np.where(usual, attributes_at, ends)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from tracefit.receive.options import IntakeLimits
 
-_CHECK_S = 0.25
+_CHECK_PEERS_S = 0.25
 _DESCRIPTORS = 4096
 _FOLDER = Path("/dev/fd")
 _LAST_DATA_RECEIVED = slice(52, 56)  # of Linux's tcp_info: milliseconds since the last data came
@@ -42,7 +42,7 @@ def want_descriptors() -> int:
 async def keep_few(ports: Collection[int], limits: IntakeLimits, closed: Callable[[int], None]) -> None:
     """Close connections beyond the limits, again and again, until cancelled; `closed` receives their number."""
     while True:
-        await asyncio.sleep(_CHECK_S)
+        await asyncio.sleep(_CHECK_PEERS_S)
         for port in ports:
             closed(close_silent(port, limits))
 

@@ -43,7 +43,9 @@ _QUEUED_LINES = 16_384
 """Lines that may wait for the disk: above this, no message is read."""
 _WRITE_S = 1.0
 _RECONNECT_S = 0.1
-_CUT = zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+_CUT_EVENTS = (
+    zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+)
 _MOST_LOST = 1 << 32
 """Largest jump of a sequence that counts as lost messages; a larger one is another sequence."""
 
@@ -129,7 +131,7 @@ class StepRecorder:
 
     async def _read(self, publisher: Publisher) -> None:
         while True:
-            with self._socket(publisher.endpoint) as socket, socket.get_monitor_socket(_CUT) as cut:
+            with self._socket(publisher.endpoint) as socket, socket.get_monitor_socket(_CUT_EVENTS) as cut:
                 await self._read_connection(publisher, socket, cut)
                 socket.disable_monitor()
             # ZMQ itself does not connect again after a connection that broke its rules.

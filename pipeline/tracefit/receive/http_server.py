@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from tracefit.receive.refusals import Cause
 
 _ENCODINGS: dict[str, BodyEncoding] = {"application/x-protobuf": "protobuf", "application/json": "json"}
-_OTHER_SIGNALS = ("/v1/logs", "/v1/metrics")
+_SIGNAL_PATHS = ("/v1/logs", "/v1/metrics")
 # Written as it is: a connection beyond the limit gets no object that could answer.
 _TOO_MANY = (
     b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
@@ -213,7 +213,7 @@ class _Connection:
         if sum(len(name) + len(value) for name, value in headers.items()) > self._intake.limits.header_bytes:
             raise _RefusalError(431, "headers too long")
         path = request.target.partition(b"?")[0].decode("latin-1")
-        if path in _OTHER_SIGNALS:
+        if path in _SIGNAL_PATHS:
             raise _RefusalError(404, ONLY_TRACES)
         if path != "/v1/traces":
             raise _RefusalError(404, "no such path; traces are posted to /v1/traces")

@@ -45,10 +45,10 @@ _ENOUGH_REQUESTS = 50
 _MAX_NUMBER_BYTES = 256
 """Longest attribute that can be a number. Longer ones, which may be lists of millions, are not parsed."""
 
-_SPELLED = {spelled: e.event for e in dialects.JOURNEY_EVENTS for spelled in e.spellings}
+_EVENT_OF = {spelled: e.event for e in dialects.EVENT_KINDS for spelled in e.spellings}
 _STEP_SCOPES = {s.scope for s in dialects.SPELLINGS if s.event == dialects.STEP_EVENT}
-_STEP_COLUMNS = {key: column for column, keys in dialects.STEP_KEYS.items() for key in keys}
-_LATENCIES = {
+_STEP_COLUMN_OF = {key: column for column, keys in dialects.STEP_KEYS.items() for key in keys}
+_LATENCY_ATTRIBUTES = {
     s.attribute: (s.column, s.factor / 1e6)
     for s in dialects.REQUEST_RULES
     if s.column in ("ttft_us", "queue_wait_us") and s.attribute
@@ -174,7 +174,7 @@ class Observed:
     def _add_core(self, span: Any) -> None:
         queued_ns = None
         for event in span.events:
-            name = _SPELLED.get(event.name)
+            name = _EVENT_OF.get(event.name)
             if name == "FINISHED":
                 self.requests += 1
                 self.journeys += 1
@@ -192,8 +192,8 @@ class Observed:
             return
         self.requests += 1
         for attribute in _numeric(span.attributes):
-            if attribute.key in _LATENCIES:
-                column, factor = _LATENCIES[attribute.key]
+            if attribute.key in _LATENCY_ATTRIBUTES:
+                column, factor = _LATENCY_ATTRIBUTES[attribute.key]
                 latency = self.ttft_s if column == "ttft_us" else self.queue_wait_s
                 latency.add(attribute.value.double_value * factor)
 
@@ -216,7 +216,7 @@ class Observed:
         self.steps += len(steps)
         for event in steps[-_RECENT:]:
             attributes = _numeric(event.attributes)
-            numbers = {_STEP_COLUMNS.get(a.key): a.value.int_value for a in attributes}
+            numbers = {_STEP_COLUMN_OF.get(a.key): a.value.int_value for a in attributes}
             # Start to start while requests run or wait, as in the timeline; an idle engine waits for
             # requests, not for a step.
             is_busy = before.get("running_depth", 0) + before.get("waiting_depth", 0) > 0

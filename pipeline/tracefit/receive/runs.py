@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
-_PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-_HASH_LENGTH = 8
+_PLAIN_RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+_RUN_HASH_DIGITS = 8
 _LIKE_OURS = re.compile(r".*(-[0-9a-f]{8}|\.(json|yaml))")
 """Names with a hash, as cleaned ones have it, and names of files that commands look for, such as manifest.json."""
 
@@ -34,7 +34,7 @@ def folder_name(text: str) -> str:
     Names come from the network: no folder is outside the root, is hidden or has the name of a file, and two different
     names do not share a folder.
     """
-    if _PLAIN_NAME.fullmatch(text) and not text.endswith(".") and not _LIKE_OURS.fullmatch(text):
+    if _PLAIN_RUN_NAME.fullmatch(text) and not text.endswith(".") and not _LIKE_OURS.fullmatch(text):
         return text
     return f"{clean_run_id(text[:200])[:80]}-{_hash_of(text.encode())}"
 
@@ -105,7 +105,7 @@ class RunFolders:
 
 
 def _hash_of(text: bytes) -> str:
-    return hashlib.sha256(text).hexdigest()[:_HASH_LENGTH]
+    return hashlib.sha256(text).hexdigest()[:_RUN_HASH_DIGITS]
 
 
 def _make_folder(folder: Path, root: Path) -> None:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from tracefit.receive.observed import Observed
     from tracefit.receive.refusals import Cause
 
-_RESOURCE_KEYS = frozenset(
+_INSTANCE_KEYS = frozenset(
     {
         "host.id",
         "host.name",
@@ -49,7 +49,7 @@ _RESOURCE_KEYS = frozenset(
 _VLLM_SCOPES, _PHASE_SPANS = frozenset(dialects.READ_SCOPES), frozenset(dialects.PHASE_SPANS)
 _ID_KEYS = ("traceId", "trace_id", "spanId", "span_id", "parentSpanId", "parent_span_id")
 _UNNAMED = "unknown"
-_NAME_LENGTH, _HASH_LENGTH = 256, 16
+_NAME_LENGTH, _SPAN_HASH_DIGITS = 256, 16
 """Longest name of a service or an instance that is kept as it is: every active sender's is in memory."""
 _GZIP_WINDOW = 31  # zlib's largest window, 15, and 16 for a gzip header
 
@@ -72,11 +72,11 @@ SLICE_ELEMENTS = 1 << 11
 
 _GUNZIP_BYTES = 1 << 20
 _RESOURCE_ELEMENTS, _SCOPE_ELEMENTS, _SPAN_ELEMENTS = 32, 8, 4
-_PIECE_BYTES = 64 << 10
+_WRITTEN_BYTES = 64 << 10
 _HEADER_BYTES, _BYTES_OF_ELEMENT = 64 << 10, 8
 # Numbers of fields: of a request, a resource, a scope, a span; and of its resource in the second and its
 # scope in the third.
-_RESOURCE_SPANS, _SCOPE_SPANS, _SPANS, _EVENTS, _HEADER = 1, 2, 2, 11, 1
+_RESOURCE_SPANS_FIELD, _SCOPE_SPANS_FIELD, _SPANS_FIELD, _EVENTS_FIELD, _HEADER_FIELD = 1, 2, 2, 11, 1
 _NO_OBJECT = msgspec.Raw(b"{}")
 
 _T = TypeVar("_T")
@@ -173,7 +173,7 @@ class PrivacyFilter:
             for number, start, stop in submessages(body, 0, len(body)):
                 if work.add(_RESOURCE_ELEMENTS):
                     yield
-                if number == _RESOURCE_SPANS:
+                if number == _RESOURCE_SPANS_FIELD:
                     sender, payload, spans = yield from self._resource_spans(
                         body, start, stop, observed, work
                     )
@@ -194,7 +194,7 @@ class PrivacyFilter:
         for number, scope_start, scope_stop in submessages(body, start, stop):
             if work.add(_SCOPE_ELEMENTS):
                 yield
-            if number != _SCOPE_SPANS:
+            if number != _SCOPE_SPANS_FIELD:
                 continue
             encoded = yield from _header(body, scope_start, scope_stop, work)
             scope, kept = _scope(encoded)
@@ -254,13 +254,13 @@ def _pieces(body: bytes, start: int, stop: int) -> Iterator[tuple[int, int, int]
     position = start
     fields = 0
     # A piece is parsed at once. This many bytes hold 32,768 fields at most, and need no check.
-    if stop - start > _PIECE_BYTES:
+    if stop - start > _WRITTEN_BYTES:
         for number, begin, end in submessages(body, start, stop):
             fields += 1
-            if end - start > _PIECE_BYTES and position > start:
+            if end - start > _WRITTEN_BYTES and position > start:
                 yield start, position, fields
                 start, fields = position, 0
-            if number == _SPANS and end - begin > _PIECE_BYTES:
+            if number == _SPANS_FIELD and end - begin > _WRITTEN_BYTES:
                 _require_few_fields(body, begin, end)
             position = end
     yield start, stop, fields
@@ -269,7 +269,7 @@ def _pieces(body: bytes, start: int, stop: int) -> Iterator[tuple[int, int, int]
 def _header(body: bytes, start: int, stop: int, work: _Work) -> InSlices[bytes]:
     """Return the resource of a `ResourceSpans`, or the scope of a `ScopeSpans`: nearly always the first field."""
     for number, begin, end in submessages(body, start, stop):
-        if number == _HEADER:
+        if number == _HEADER_FIELD:
             if end - begin > _HEADER_BYTES:
                 raise RequestError(f"a resource or a scope of more than {_HEADER_BYTES:,} bytes")
             if work.add((end - begin) // _BYTES_OF_ELEMENT):
@@ -285,7 +285,7 @@ def _require_few_fields(body: bytes, start: int, stop: int) -> None:
     for count, (number, begin, end) in enumerate(submessages(body, start, stop), 1):
         if count > MAX_FIELDS:
             raise RequestError(f"a span or an event of more than {MAX_FIELDS:,} fields")
-        if number == _EVENTS and end - begin > _PIECE_BYTES:
+        if number == _EVENTS_FIELD and end - begin > _WRITTEN_BYTES:
             _require_few_fields(body, begin, end)
 
 
@@ -343,7 +343,7 @@ def _cached(function: Callable[[bytes], _T]) -> Callable[[bytes], _T]:
 def _resource(encoded: bytes) -> tuple[Sender, bytes]:
     """Return the sender that a resource names, and the resource reduced to the attributes that are kept."""
     resource = Resource.FromString(encoded)
-    kept = [attribute for attribute in resource.attributes if attribute.key in _RESOURCE_KEYS]
+    kept = [attribute for attribute in resource.attributes if attribute.key in _INSTANCE_KEYS]
     named = {attribute.key: attribute.value.string_value for attribute in kept}
     host = named.get("host.name") or named.get("host.id") or ""
     service, instance = named.get("service.name") or _UNNAMED, named.get("service.instance.id") or host
@@ -354,7 +354,7 @@ def _short_name(name: str) -> str:
     """Return a name, or the beginning of a long one with a hash of all of it."""
     if len(name) <= _NAME_LENGTH:
         return name
-    return f"{name[: _NAME_LENGTH - _HASH_LENGTH]}{hashlib.sha256(name.encode()).hexdigest()[:_HASH_LENGTH]}"
+    return f"{name[: _NAME_LENGTH - _SPAN_HASH_DIGITS]}{hashlib.sha256(name.encode()).hexdigest()[:_SPAN_HASH_DIGITS]}"
 
 
 @_cached

@@ -47,7 +47,7 @@ _KNOWN_FILES = 4096
 _NAMED_FILES = 1000
 _ZSTD_LEVEL = 3  # the library's default
 
-_NAMES: dict[SentForm, tuple[str, str]] = {"spans": ("traces", ".binpb"), "steps": ("fpm", ".jsonl.zst")}
+_FILE_NAMES: dict[SentForm, tuple[str, str]] = {"spans": ("traces", ".binpb"), "steps": ("fpm", ".jsonl.zst")}
 """Prefix and suffix of the names of files."""
 
 
@@ -215,7 +215,7 @@ class TraceStore:
 
     def _new_file(self, folder: Path, form: SentForm, now: float) -> tuple[_SenderFile, int]:
         """Begin a file; return it and its descriptor."""
-        begin, end = _NAMES[form]
+        begin, end = _FILE_NAMES[form]
         while True:
             stamp = datetime.now(UTC).strftime("%Y-%m-%dT%H-%M-%S.%f")[:-3]
             path = folder / f"{begin}-{stamp}Z-{next(self._numbers)}{end}"

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     import polars as pl
 
-UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+UNREADABLE_RECORD = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """Errors of records that cannot be read."""
 
 
@@ -20,7 +20,7 @@ MOST_S = 2**32
 """Latest time in seconds, on any clock: in 2106."""
 MOST_STEP_S = 3600
 """Longest time of a step in seconds."""
-_LATEST = re.compile(r"<=? (?:4294967296|9000000000|3600)\.0")
+_LATEST_VERSION = re.compile(r"<=? (?:4294967296|9000000000|3600)\.0")
 """The bound in the fault of a time in seconds: only a finer unit has larger numbers."""
 
 
@@ -29,7 +29,7 @@ def fault_of(error: Exception) -> str:
     if not isinstance(error, msgspec.ValidationError):
         return "malformed"
     fault = str(error)
-    return f"{fault}: is it in ms, us or ns?" if _LATEST.search(fault) else fault
+    return f"{fault}: is it in ms, us or ns?" if _LATEST_VERSION.search(fault) else fault
 
 
 class RecordedBlock(NamedTuple):

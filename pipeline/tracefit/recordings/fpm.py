@@ -26,7 +26,7 @@ import polars as pl
 from tracefit.inputs.formats import Recording, register
 from tracefit.inputs.framing import BOM, LENGTH_BYTES, message_bytes, records
 from tracefit.inputs.rejects import TooManyRejectsError
-from tracefit.recordings.blocks import MOST_STEP_S, UNREADABLE, RecordedBlock, fault_of
+from tracefit.recordings.blocks import MOST_STEP_S, UNREADABLE_RECORD, RecordedBlock, fault_of
 from tracefit.recordings.requests import from_json
 from tracefit.tables.rows import RECORDED_STEPS, UNKNOWN_SERVER
 from tracefit.tables.sources import CycleSource, StepFields, declare
@@ -40,17 +40,17 @@ if TYPE_CHECKING:
 
 VERSION = 1
 _NO_RECORD = "not a record of ForwardPassMetrics"
-_CUT = "record cut: another begins inside"
+_CUT_RECORD = "record cut: another begins inside"
 _NO_TOKENS = "ForwardPassMetrics count no decode tokens: one for each decode request is assumed"
 
 # -- its steps ----------------------------------------------------------------------------------------------
 
-_TITLE = "ForwardPassMetrics"
+_FPM_TITLE = "ForwardPassMetrics"
 
 STEPS_OF_SGLANG = declare(
     CycleSource(
         name="fpm_gpu",
-        recorder=_TITLE,
+        recorder=_FPM_TITLE,
         interval="wall_time of ForwardPassMetrics: GPU time of the step, without what the engine does between steps",
         error="the record has fractions of a microsecond; it leaves out the engine's work between steps",
         target_source="forward_pass_metrics",
@@ -61,10 +61,10 @@ STEPS_OF_SGLANG = declare(
     )
 )
 
-STEPS = declare(
+FPM_STEPS = declare(
     CycleSource(
         name="fpm",
-        recorder=_TITLE,
+        recorder=_FPM_TITLE,
         interval="wall_time of ForwardPassMetrics: output of a step to output of the next, after idling from schedule() to output",
         error="the record has fractions of a microsecond",
         target_source="forward_pass_metrics",
@@ -82,7 +82,7 @@ STEPS = declare(
 
 STEPS_OF_TRACE = declare(
     replace(
-        STEPS,
+        FPM_STEPS,
         name="fpm_trace",
         if_lost="Dynamo's --fpm-trace samples steps unless the worker has DYN_FPM_MODE=full",
         fields=None,
@@ -98,12 +98,12 @@ _TRACE_MARK = b'"dynamo.fpm.trace.'
 _LATEST_NS = 4.3e18
 _MAP_START = re.compile(rb"(?=[\x85-\x8f]\xa7version)")
 # Or an array of a version and a text.
-_MESSAGE_START = re.compile(
+_RECORD_MAP_START = re.compile(
     _MAP_START.pattern + rb"|(?=[\x95-\x9f][\x01-\x0f](?:[\xa0-\xbf]|\xd9[\x20-\xff]))", re.DOTALL
 )
 _MOST_PIECES = 8
 _MOST_TRIED = 1000
-_MOST_BYTES = 1 << 20
+_MOST_RECORD_BYTES = 1 << 20
 """Longest message; a usual one has 500 bytes."""
 _MOST_HEADER_BYTES = 4096
 
@@ -113,8 +113,8 @@ def _find(head: bytes) -> tuple[Shape, Encoding] | None:
         return "lines", "json"
     if _header_at(head, head.find(b"counter_id")):
         return "lines", "csv"
-    for _, match in zip(range(_MOST_TRIED), _MESSAGE_START.finditer(head), strict=False):
-        message = head[match.start() : match.start() + _MOST_BYTES]
+    for _, match in zip(range(_MOST_TRIED), _RECORD_MAP_START.finditer(head), strict=False):
+        message = head[match.start() : match.start() + _MOST_RECORD_BYTES]
         if _version_of(message[: message_bytes(message)], "msgpack") is not None:
             return "messages", "msgpack"
     return None
@@ -139,11 +139,11 @@ def _fields_of(line: bytes) -> list[str]:
 # -- its records -------------------------------------------------------------------------------------------
 
 # Bounds within which sums fit 64 bits; the rules of the tables are narrower.
-_MOST = 2**40
-_MOST_NAME = 200
-_Count = Annotated[int, msgspec.Meta(ge=0, le=_MOST)]
+_MOST_NUMBER = 2**40
+_MOST_WORKER_CHARS = 200
+_Count = Annotated[int, msgspec.Meta(ge=0, le=_MOST_NUMBER)]
 _Seconds = Annotated[float, msgspec.Meta(ge=0, le=MOST_STEP_S)]
-_Name = Annotated[str, msgspec.Meta(max_length=_MOST_NAME)]
+_Name = Annotated[str, msgspec.Meta(max_length=_MOST_WORKER_CHARS)]
 _UnixNs = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 
 
@@ -168,8 +168,8 @@ def _metrics_type(*, array_like: bool) -> Any:
 
 
 _MAP, _ARRAY = (_metrics_type(array_like=flag) for flag in (False, True))
-_LINE = msgspec.defstruct("Line", [("metrics", _MAP), ("received_at_ns", _UnixNs | None, None)])
-_DECODE_LINE = msgspec.json.Decoder(_LINE).decode
+_FpmLine = msgspec.defstruct("Line", [("metrics", _MAP), ("received_at_ns", _UnixNs | None, None)])
+_DECODE_LINE = msgspec.json.Decoder(_FpmLine).decode
 _TRACED = msgspec.defstruct("Traced", [("fpm", _MAP)])
 _TRACE_LINE = msgspec.defstruct("TraceLine", [("event", _TRACED), ("timestamp", float | str | None, None)])
 _DECODE_TRACE_LINE = msgspec.json.Decoder(_TRACE_LINE).decode
@@ -198,7 +198,7 @@ def _version_of(record: bytes, encoding: Encoding) -> int | None:
             return int(line.metrics.version)
         kind: Any = _Version if record[:1] < b"\x90" else _VersionArray
         version: int = msgspec.msgpack.decode(record, type=kind).version
-    except UNREADABLE:
+    except UNREADABLE_RECORD:
         return None
     return version
 
@@ -210,12 +210,12 @@ def _fault(record: bytes, encoding: Encoding, decode_record: Callable[[bytes], A
         return f"ForwardPassMetrics of another version: {VERSION} is read"
     try:
         decode_record(record)
-    except UNREADABLE as error:
+    except UNREADABLE_RECORD as error:
         return f"{_NO_RECORD} ({fault_of(error)})"
     return f"{_NO_RECORD} (malformed)"
 
 
-_FIELDS = {
+_FPM_FIELDS = {
     "worker_id": "worker_id",
     "dp_rank": "dp_rank",
     "step_id": "counter_id",
@@ -233,14 +233,14 @@ _QUEUE_FIELDS = {
     "queued_decode_tokens": "sum_decode_kv_tokens",
 }
 """Column to the field of a record it is read from."""
-_TYPES: dict[str, Any] = {
-    **dict.fromkeys(("source_offset", "unix_ns", *_FIELDS, *_QUEUE_FIELDS, "cycle_source"), pl.Int64),
+_FPM_TYPES: dict[str, Any] = {
+    **dict.fromkeys(("source_offset", "unix_ns", *_FPM_FIELDS, *_QUEUE_FIELDS, "cycle_source"), pl.Int64),
     "cycle_source": pl.String,
     "worker_id": pl.String,
     "wall_time_s": pl.Float64,
 }
 _CSV = {
-    **{field.rpartition(".")[2]: column for column, field in _FIELDS.items() if column != "wall_time_s"},
+    **{field.rpartition(".")[2]: column for column, field in _FPM_FIELDS.items() if column != "wall_time_s"},
     "latency_ms": "wall_time_s",
     "queued_prefill_requests": "queued_prefill_reqs",
     "queued_prefill_tokens": "queued_prefill_tokens",
@@ -250,7 +250,7 @@ _CSV = {
 """Column of AIConfigurator's CSV to our name of it."""
 _CSV_OPTIONAL = {name for name in _CSV if name.startswith("queued")} | {"worker_id", "dp_rank"}
 
-_fields_of_record, _fields_of_queue = attrgetter(*_FIELDS.values()), attrgetter(*_QUEUE_FIELDS.values())
+_fields_of_record, _fields_of_queue = attrgetter(*_FPM_FIELDS.values()), attrgetter(*_QUEUE_FIELDS.values())
 
 
 _Record = tuple[int, int | None, Any]
@@ -265,9 +265,9 @@ def decode(block: Block, payload: bytes, rejects: Rejects) -> RecordedBlock:
         payload: The bytes.
         rejects: Receives the bad ones; once they are too many, the rest is not decoded.
     """
-    frames: list[pl.DataFrame] = [pl.DataFrame(schema=_TYPES)]
+    frames: list[pl.DataFrame] = [pl.DataFrame(schema=_FPM_TYPES)]
     rows: list[tuple[Any, ...]] = []
-    of_block = STEPS_OF_TRACE if _TRACE_MARK in payload else STEPS
+    of_block = STEPS_OF_TRACE if _TRACE_MARK in payload else FPM_STEPS
     with suppress(TooManyRejectsError):
         if block.encoding == "csv":
             for columns, lines in _tables_in(payload, block.header):
@@ -279,7 +279,7 @@ def decode(block: Block, payload: bytes, rejects: Rejects) -> RecordedBlock:
                 queue = _fields_of_queue(queued) if queued else (None,) * len(_QUEUE_FIELDS)
                 source = STEPS_OF_SGLANG if _GPU_SCOPE.search(record.timing_scope or "") else of_block
                 rows.append((offset, unix_ns, *_fields_of_record(record), *queue, source.name))
-    frames.append(pl.DataFrame(rows, schema=_TYPES, orient="row"))
+    frames.append(pl.DataFrame(rows, schema=_FPM_TYPES, orient="row"))
     return RecordedBlock(_as_steps(pl.concat(frames), block.offset))
 
 
@@ -296,22 +296,22 @@ def _of_json(payload: bytes, rejects: Rejects) -> Iterator[_Record]:
                 yield item.offset + begin, decoded.received_at_ns, decoded.metrics
             else:
                 decode_line = _DECODE_TRACE_LINE if _TRACE_MARK in part else _DECODE_LINE
-                reason = _fault(part, "json", decode_line) if end == len(line) else _CUT
+                reason = _fault(part, "json", decode_line) if end == len(line) else _CUT_RECORD
                 rejects.add(item.offset + begin, part, reason)
 
 
 def _line(text: bytes) -> Any:
     decoded: Any = None
     if _TRACE_MARK in text:
-        with suppress(*UNREADABLE):
+        with suppress(*UNREADABLE_RECORD):
             line: Any = from_json(text, _TRACE_LINE)
-            decoded = _LINE(line.event.fpm, _unix_ns(line.timestamp))
+            decoded = _FpmLine(line.event.fpm, _unix_ns(line.timestamp))
         return decoded if decoded and decoded.metrics.version == VERSION else None
     try:
         decoded = _DECODE_LINE(text)
-    except UNREADABLE:
-        with suppress(*UNREADABLE):
-            decoded = from_json(text, _LINE)
+    except UNREADABLE_RECORD:
+        with suppress(*UNREADABLE_RECORD):
+            decoded = from_json(text, _FpmLine)
     return decoded if decoded and decoded.metrics.version == VERSION else None
 
 
@@ -344,7 +344,7 @@ def as_line(message: bytes, received_at_ns: int) -> tuple[bytes, float] | Litera
 def _of_msgpack(payload: bytes, rejects: Rejects) -> Iterator[_Record]:
     """Yield the messages that can be read. A length of four bytes may be before each: it ends the bytes of the one before."""
     # Without names a beginning is three bytes, which numbers have by chance: then several pieces are one message.
-    starts = _MAP_START if _MAP_START.search(payload) else _MESSAGE_START
+    starts = _MAP_START if _MAP_START.search(payload) else _RECORD_MAP_START
     begins = [*(match.start() for match in starts.finditer(payload)), len(payload)]
     if begins[0] not in {0, LENGTH_BYTES}:
         rejects.add(0, payload[: begins[0]], _NO_RECORD)
@@ -376,7 +376,7 @@ def _message(content: bytes) -> tuple[int, Any]:
     decode_record = _decoder_of(content)
     for measure in (len, message_bytes):
         size = measure(content)
-        with suppress(*UNREADABLE):
+        with suppress(*UNREADABLE_RECORD):
             decoded = decode_record(content[:size])
             return size, decoded if decoded.version == VERSION else None
     return size, None
@@ -410,9 +410,9 @@ def _of_lines(columns: list[str], lines: list[tuple[int, bytes]], rejects: Rejec
     for name, column in _CSV.items():
         position = columns.index(name) if name in columns else len(columns)
         field = fields.list.get(position, null_on_oob=True).str.strip_chars('" \r')
-        values[column] = value = field.cast(_TYPES[column], strict=False)
+        values[column] = value = field.cast(_FPM_TYPES[column], strict=False)
         size = value.str.len_chars() if column == "worker_id" else value
-        most = {"worker_id": _MOST_NAME, "wall_time_s": 1e3 * MOST_STEP_S}.get(column, _MOST)
+        most = {"worker_id": _MOST_WORKER_CHARS, "wall_time_s": 1e3 * MOST_STEP_S}.get(column, _MOST_NUMBER)
         is_good = size.is_between(0, most).fill_null(value=False)
         is_empty = field.fill_null("") == "" if name in _CSV_OPTIONAL else pl.lit(value=False)
         faults.append(pl.when(~is_good & ~is_empty).then(pl.lit(f"{name} out of range, or no number")))
@@ -428,7 +428,7 @@ def _of_lines(columns: list[str], lines: list[tuple[int, bytes]], rejects: Rejec
             pl.col("wall_time_s") / 1e3, source_offset=offsets, cycle_source=pl.lit(None, pl.String)
         )
         .filter(pl.col("fault").is_null())
-        .select(list(_TYPES))
+        .select(list(_FPM_TYPES))
     )
 
 
@@ -448,7 +448,7 @@ def _as_steps(records: pl.DataFrame, offset: int) -> pl.DataFrame:
         pl.col("source_offset") + offset,
         server=pl.concat_str(worker, pl.lit(".dp"), pl.col("dp_rank").fill_null(0)),
         cycle_us=pl.when(pl.col("wall_time_s") != 0).then(pl.col("wall_time_s") * 1e6),
-        cycle_source=pl.col("cycle_source").fill_null(STEPS.name),
+        cycle_source=pl.col("cycle_source").fill_null(FPM_STEPS.name),
         decode_tokens=pl.col("num_decode_reqs"),
         scheduled_tokens=pl.col("prefill_tokens") + pl.col("num_decode_reqs"),
         running_depth=requests,
@@ -460,16 +460,16 @@ def _as_steps(records: pl.DataFrame, offset: int) -> pl.DataFrame:
 FORMAT = register(
     Recording(
         name="fpm",
-        title=_TITLE,
+        title=_FPM_TITLE,
         asked="a recording of ForwardPassMetrics",
         file_name="fpm",
         find=_find,
         fills="`steps`, and `timeline` with context tokens and the time of each step",
         units="s (`wall_time`), ms (`latency_ms`), ns (`received_at_ns`)",
         clock="the receiver's wall clock; the CSV has no times, only the order of steps",
-        sources=(STEPS.name, STEPS_OF_TRACE.name, STEPS_OF_SGLANG.name),
+        sources=(FPM_STEPS.name, STEPS_OF_TRACE.name, STEPS_OF_SGLANG.name),
         decode=decode,
-        message_start=_MESSAGE_START,
+        message_start=_RECORD_MAP_START,
         header=lambda content: _header_at(content, content.rfind(b"counter_id")),
     )
 )

@@ -33,14 +33,14 @@ if TYPE_CHECKING:
     from tracefit.inputs.framing import Shape
     from tracefit.inputs.rejects import Encoding, Rejects
 
-_TITLE = "iteration lines of vLLM's log"
+_LOG_TITLE = "iteration lines of vLLM's log"
 _STAMP_SD_US = 100.0
 """Distance of a fine stamp from the end of its step, measured on two runs with recorded ends."""
 
 MEANS = declare(
     CycleSource(
         name="log_interval",
-        recorder=_TITLE,
+        recorder=_LOG_TITLE,
         interval="mean of the steps between two changes of the clock of the server's log",
         error="single steps are not known; a change is off by half a step",
         evidence="intervals between changes of the log's clock",
@@ -51,10 +51,10 @@ MEANS = declare(
     )
 )
 
-STEPS = declare(
+LOG_STEPS = declare(
     CycleSource(
         name="log",
-        recorder=_TITLE,
+        recorder=_LOG_TITLE,
         interval="a line of the server's log to the next one, which ends the step; of whole seconds its wait and the engine's usual work",
         error="0.1 ms at each end, and the resolution of the log's clock; of whole seconds that of the usual work",
         evidence="steps from a line of the log to the next",
@@ -66,27 +66,27 @@ STEPS = declare(
 )
 
 _MARK = b"Iteration("
-_CUT = "iteration line cut, or not as vLLM writes it"
-_LONG = "line of the log too long"
-_MOST_BYTES = 64 << 10
+_CUT_LINE = "iteration line cut, or not as vLLM writes it"
+_LONG_LINE = "line of the log too long"
+_MOST_LINE_BYTES = 64 << 10
 """Longest line; a usual one has 250 bytes."""
 
-_COUNTS = ("context requests", "context tokens", "generation requests", "generation tokens")
-_FIELDS = ("num_prefill_reqs", "prefill_tokens", "num_decode_reqs", "decode_tokens", "elapsed_ms")
+_COUNT_TEXTS = ("context requests", "context tokens", "generation requests", "generation tokens")
+_LINE_FIELDS = ("num_prefill_reqs", "prefill_tokens", "num_decode_reqs", "decode_tokens", "elapsed_ms")
 
 # Bounded repeats, and an engine that does not backtrack: no line costs more than its length.
-_LINE = (
+_ITERATION_LINE = (
     r"(?:Engine ([0-9]{1,6}): )?Iteration\(([0-9]{1,18})\): "
-    + "".join(rf"([0-9]{{1,18}}) {name}, " for name in _COUNTS)
+    + "".join(rf"([0-9]{{1,18}}) {name}, " for name in _COUNT_TEXTS)
     + r"iteration elapsed time: ([0-9]{1,9}\.[0-9]{1,9}) ms"
 )
 _IN_LINE = r"Iteration\([0-9]"
-_IN_HEAD = re.compile(_LINE.encode() + rb"|non-default args: \{|LLM engine \(v[0-9]")
+_IN_HEAD = re.compile(_ITERATION_LINE.encode() + rb"|non-default args: \{|LLM engine \(v[0-9]")
 """A log that begins with a server's start has no iteration yet, or never: its settings are read."""
 
 _USAGE = r" KV cache usage: ([0-9]{1,3}(?:\.[0-9]{1,9})?)%"
 _PROCESS = r"EngineCore(?:_DP|_)([0-9]{1,6})[ )]"
-_DATE = (
+_LINE_DATE = (
     r"(?:^|[^0-9-])(?:(?P<year>(?:19|20)[0-9]{2})[-/])?(?P<month>[01][0-9])[-/](?P<day>[0-3][0-9])[T ]"
     r"(?P<time>[0-2][0-9]:[0-5][0-9]:[0-5][0-9])"
 )
@@ -97,26 +97,26 @@ _FRACTION = r"[.,](?P<fraction>[0-9]{1,9})"
 _UNIX = r"(?:^|[^0-9.])(?P<seconds>1[0-9]{9})"
 _UNIX_FRACTION = r"\.?(?P<fraction>[0-9]{3,9})(?:[^0-9]|$)"
 _COLOUR = r"\x1b\[[0-9;]*m"
-_NAME = r"[A-Za-z0-9][A-Za-z0-9._@-]{0,127}"
+_POD_NAME = r"[A-Za-z0-9][A-Za-z0-9._@-]{0,127}"
 _POD = r"(?:[a-z0-9-]+ )?([a-z0-9][a-z0-9.]*-[a-z0-9.-]*[a-z0-9]) ([a-z0-9-]*[a-z][a-z0-9-]*)"
 _SYSLOG_TIME, _ISO_TIME = (
     r"[A-Z][a-z]{2} [ 0-9][0-9] [0-9:]{8}(?:\.[0-9]+)?",
     r"[0-9]{4}-[0-9]{2}-[0-9]{2}[T ][0-9:]{8}(?:[.,][0-9]+)?(?:Z|[+-][0-9]{2}:?[0-9]{2})?",
 )
-_PREFIXES = {
-    "docker compose": rf"^\s*({_NAME}) *\| ",
-    "kubectl logs --prefix": rf"^\[pod/({_NAME})/({_NAME})\] ",
+_LINE_PREFIXES = {
+    "docker compose": rf"^\s*({_POD_NAME}) *\| ",
+    "kubectl logs --prefix": rf"^\[pod/({_POD_NAME})/({_POD_NAME})\] ",
     "stern": rf"^{_POD} (?:\(|INFO|DEBUG|WARNING|ERROR|[0-9]{{4}}-|1[0-9]{{9}}|\{{)",
-    "syslog": rf"^(?:<[0-9]{{1,3}}>)?{_SYSLOG_TIME} ({_NAME}) ({_NAME})(?:\[[0-9]+\])?: ",
-    "journalctl -o short-iso": rf"^{_ISO_TIME} ({_NAME}) ({_NAME})\[[0-9]+\]: ",
-    "syslog of RFC 5424": rf"^<[0-9]{{1,3}}>1 [^ ]+ ({_NAME}) ({_NAME}) ",
+    "syslog": rf"^(?:<[0-9]{{1,3}}>)?{_SYSLOG_TIME} ({_POD_NAME}) ({_POD_NAME})(?:\[[0-9]+\])?: ",
+    "journalctl -o short-iso": rf"^{_ISO_TIME} ({_POD_NAME}) ({_POD_NAME})\[[0-9]+\]: ",
+    "syslog of RFC 5424": rf"^<[0-9]{{1,3}}>1 [^ ]+ ({_POD_NAME}) ({_POD_NAME}) ",
 }
 """The beginnings of lines in logs of several servers; groups are the parts of the server's name."""
 
-_KEY = r"(?:[a-z0-9]+[._])*"
-_VALUE = rf'"?\s*[:=]\s*"/?({_NAME})"'
-_STATED = tuple(
-    rf"(?i)\b{_KEY}(?:{keys}){_VALUE}"
+_KEY_PREFIX = r"(?:[a-z0-9]+[._])*"
+_LABEL_VALUE = rf'"?\s*[:=]\s*"/?({_POD_NAME})"'
+_STATED_PODS = tuple(
+    rf"(?i)\b{_KEY_PREFIX}(?:{keys}){_LABEL_VALUE}"
     for keys in ("pod(?:[._]?name)?", "container(?:[._]?name)?", "host(?:[._]?name)?|node(?:[._]?name)?")
 )
 """Pod, container and host in a line of JSON or with labels, as log collectors write them."""
@@ -140,13 +140,17 @@ def decode(block: Block, payload: bytes, rejects: Rejects) -> RecordedBlock:
         rejects: Receives the cut ones; once they are too many, no more are listed.
     """
     lines = _marked(payload)
-    fields = pl.col("text").str.extract_groups(_LINE).struct.rename_fields(["engine", "step_id", *_FIELDS])
+    fields = (
+        pl.col("text")
+        .str.extract_groups(_ITERATION_LINE)
+        .struct.rename_fields(["engine", "step_id", *_LINE_FIELDS])
+    )
     parsed = lines.with_columns(fields.alias("fields")).unnest("fields")
     is_bad = pl.col("step_id").is_null()
     bad = parsed.filter(is_bad).select("source_offset", "length", "text")
     with suppress(TooManyRejectsError):
         for offset, length, text in bad.iter_rows():
-            reason = _LONG if text is None else _CUT
+            reason = _LONG_LINE if text is None else _CUT_LINE
             rejects.add(offset, (text or "").encode(), reason, length=length)
     return RecordedBlock(_as_steps(parsed.filter(~is_bad), block.offset))
 
@@ -161,7 +165,7 @@ def _marked(payload: bytes) -> pl.DataFrame:
     buffers = [None, pa.py_buffer(begins), pa.py_buffer(payload)]
     lines = pa.LargeBinaryArray.from_buffers(pa.large_binary(), len(sizes), buffers)
     counted = pc.count_substring(lines, _MARK)
-    marks, is_long = pl.Series(counted).to_numpy(), sizes > _MOST_BYTES
+    marks, is_long = pl.Series(counted).to_numpy(), sizes > _MOST_LINE_BYTES
     once = lines.filter(pl.Series((marks == 1) & ~is_long).to_arrow())
     single, long = np.flatnonzero((marks == 1) & ~is_long), np.flatnonzero((marks > 0) & is_long)
     parts = [pl.DataFrame({"source_offset": begins[single], "length": sizes[single], "text": _text(once)})]
@@ -199,7 +203,7 @@ def _readable(line: bytes) -> str:
 
 def _as_steps(records: pl.DataFrame, offset: int) -> pl.DataFrame:
     """Return lines as rows of steps, each with the printed time; where nothing is scheduled, nothing waits."""
-    number = {name: pl.col(name).cast(pl.Int64) for name in ("step_id", *_FIELDS[:-1])}
+    number = {name: pl.col(name).cast(pl.Int64) for name in ("step_id", *_LINE_FIELDS[:-1])}
     engine = pl.coalesce("engine", pl.col("text").str.extract(_PROCESS), pl.lit("0")).cast(pl.Int64)
     instance = _instance(records["text"]).fill_null(UNKNOWN_SERVER)
     requests = pl.col("num_prefill_reqs") + pl.col("num_decode_reqs")
@@ -207,7 +211,7 @@ def _as_steps(records: pl.DataFrame, offset: int) -> pl.DataFrame:
         pl.col("source_offset") + offset,
         server=pl.format("{}.dp{}", instance, engine),
         cycle_us=pl.col("elapsed_ms").cast(pl.Float64) * 1e3,
-        cycle_source=pl.lit(STEPS.name),
+        cycle_source=pl.lit(LOG_STEPS.name),
         scheduled_tokens=pl.col("prefill_tokens") + pl.col("decode_tokens"),
         running_depth=requests,
         waiting_depth=pl.when(requests == 0).then(0).cast(pl.Int64),
@@ -225,8 +229,10 @@ def _instance(text: pl.Series) -> pl.Series:
         return instances
     text = text[others]
     heads = text.str.splitn(_MARK.decode(), 2).struct.field("field_0").str.replace_all(_COLOUR, "")
-    prefixes = [pl.col("head").str.extract_groups(pattern).struct.unnest() for pattern in _PREFIXES.values()]
-    pod, container, host = (pl.col("text").str.extract(pattern) for pattern in _STATED)
+    prefixes = [
+        pl.col("head").str.extract_groups(pattern).struct.unnest() for pattern in _LINE_PREFIXES.values()
+    ]
+    pod, container, host = (pl.col("text").str.extract(pattern) for pattern in _STATED_PODS)
     parts: list[pl.Expr | list[pl.Expr]] = [*prefixes, [pod, container]]
     names = [pl.concat_str(part, separator="/", ignore_nulls=True).replace("", None) for part in parts]
     found = pl.DataFrame({"text": text, "head": heads}).select(pl.coalesce(*names, host)).to_series()
@@ -277,10 +283,10 @@ def _fraction_ns() -> pl.Expr:
 
 
 _STAMPS = (
-    (_DATE + _FRACTION + _ZONE, _of_date()),
+    (_LINE_DATE + _FRACTION + _ZONE, _of_date()),
     (_UNIX + _UNIX_FRACTION, _of_unix()),
     (_SYSLOG_DATE + _FRACTION, _of_syslog()),
-    (_DATE + r"(?P<fraction>0)?" + _ZONE, _of_date()),
+    (_LINE_DATE + r"(?P<fraction>0)?" + _ZONE, _of_date()),
     (_UNIX + r"(?P<fraction>0)?(?:[^0-9.]|$)", _of_unix()),
     (_SYSLOG_DATE + r"(?P<fraction>0)?", _of_syslog()),
 )
@@ -289,13 +295,13 @@ _STAMPS = (
 FORMAT = register(
     Recording(
         name="log",
-        title=_TITLE,
+        title=_LOG_TITLE,
         asked="vLLM's log with --enable-logging-iteration-details",
         find=_find,
         fills="`steps`, and `timeline` with the exact batch of each step, without context tokens",
         units="ms (elapsed time), % (KV cache usage)",
         clock="the server's wall clock, in UTC or local time, at the resolution that the log is configured for",
-        sources=(STEPS.name, MEANS.name),
+        sources=(LOG_STEPS.name, MEANS.name),
         decode=decode,
         stamped=(_MARK,),
     )

@@ -12,7 +12,7 @@ import msgspec
 import polars as pl
 
 from tracefit.inputs.rejects import Reject, excerpt
-from tracefit.recordings.blocks import UNREADABLE, fault_of
+from tracefit.recordings.blocks import UNREADABLE_RECORD, fault_of
 from tracefit.tables import schema
 
 if TYPE_CHECKING:
@@ -31,24 +31,24 @@ MAX_TRACKED_RANKS = 1 << 12
 """Most ranks whose blocks are tracked; hostile files name more."""
 
 # The bounds of the same values in traces: within them, sums and products fit 64 bits.
-_BLOCKS = Annotated[int, msgspec.Meta(ge=0, le=schema.MOST_BLOCKS)]
+_BlockCount = Annotated[int, msgspec.Meta(ge=0, le=schema.MOST_KV_BLOCKS)]
 _TOKENS = Annotated[int, msgspec.Meta(ge=0, le=schema.MOST_TOKENS)]
-_STEP = Annotated[int, msgspec.Meta(ge=0, le=schema.MOST_STEP)]
-_RANK = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]
+_StepId = Annotated[int, msgspec.Meta(ge=0, le=schema.MOST_STEP)]
+_Rank = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]
 _UNIX_S = Annotated[float, msgspec.Meta(ge=0, lt=9e9)]  # later times do not fit 64 bits of nanoseconds
 _OTHER_TYPES: dict[str, Any] = {
     "block_hashes": list[Hash],
     "transfer_id": Annotated[int, msgspec.Meta(ge=0)],
-    "block_count": _BLOCKS,
+    "block_count": _BlockCount,
     "block_size": _TOKENS,
-    "event_step": _STEP,
-    **dict.fromkeys(("source_rank", "dest_rank"), _RANK),
+    "event_step": _StepId,
+    **dict.fromkeys(("source_rank", "dest_rank"), _Rank),
     **dict.fromkeys(("parent_block_hash", "token_ids", "lora_id"), msgspec.Raw),
     "success": bool,
 }
 """Types of fields that are not text. `Raw` is not parsed."""
 
-_EVENTS = {
+_EVENT_FIELDS = {
     # Blocks enter a prefix cache, leave it, or all leave it.
     "BlockStored": ("block_hashes", "parent_block_hash token_ids block_size lora_id medium"),
     "BlockRemoved": ("block_hashes", "medium"),
@@ -79,7 +79,7 @@ def _event_type(name: str, required: str, optional: str) -> Any:
     return msgspec.defstruct(name, fields, array_like=True, tag=True, gc=False)
 
 
-_AnyEvent: Any = Union[tuple(_event_type(name, *fields) for name, fields in _EVENTS.items())]  # noqa: UP007
+_AnyEvent: Any = Union[tuple(_event_type(name, *fields) for name, fields in _EVENT_FIELDS.items())]  # noqa: UP007
 
 
 class Batch(msgspec.Struct, array_like=True):
@@ -87,8 +87,8 @@ class Batch(msgspec.Struct, array_like=True):
 
     ts: _UNIX_S
     events: list[msgspec.Raw]
-    data_parallel_rank: _RANK | None = None
-    scheduler_step: _STEP | None = None
+    data_parallel_rank: _Rank | None = None
+    scheduler_step: _StepId | None = None
 
 
 class WholeBatch(Batch, array_like=True):
@@ -109,12 +109,12 @@ def decode_batch(payload: bytes, encoding: MessageEncoding) -> Batch | str:
     decode = _DECODE[encoding]
     try:
         batch: Batch = decode(payload, type=WholeBatch)
-    except UNREADABLE:
+    except UNREADABLE_RECORD:
         if len(payload) > MAX_LOOSE_BYTES:
             return "not a batch of KV-cache events, or a large one with bad events"
         try:
             batch = decode(payload, type=Batch)
-        except UNREADABLE as error:
+        except UNREADABLE_RECORD as error:
             return f"not a batch of KV-cache events ({fault_of(error)})"
     return batch
 
@@ -124,13 +124,13 @@ def _decode_event(raw: msgspec.Raw, encoding: MessageEncoding) -> Any:
     decode = _DECODE[encoding]
     try:
         return decode(raw, type=_AnyEvent)
-    except UNREADABLE as error:
+    except UNREADABLE_RECORD as error:
         try:
             name = decode(raw, type=_Name).name
-        except UNREADABLE:
+        except UNREADABLE_RECORD:
             return "not a KV-cache event"
         # An unknown name may be anything, and the error quotes it.
-        if name not in _EVENTS:
+        if name not in _EVENT_FIELDS:
             return "KV-cache event of an unknown kind"
         return f"{name} event cannot be read ({fault_of(error)})"
 
@@ -144,14 +144,14 @@ _DERIVED = (
     *("event", "unix_ns", "data_parallel_rank", "batch_step", "transfer_id"),
     *("block_count", "lifetime_us", "source_file", "source_offset"),
 )
-_TYPES = schema.KV_EVENTS.types
-ROW_COLUMNS = {name: _TYPES.get(name, pl.Int64()) for name in (*_DERIVED, *_COPIED)}
+_KV_TYPES = schema.KV_EVENTS.types
+KV_ROW_COLUMNS = {name: _KV_TYPES.get(name, pl.Int64()) for name in (*_DERIVED, *_COPIED)}
 """Columns of rows: `event_step` is the step an event names, `batch_step` that of its batch."""
 
 
 @dataclass(frozen=True, slots=True)
 class KvRows:
-    """Events of some recordings, columns as `ROW_COLUMNS`, in input order, and the rejects."""
+    """Events of some recordings, columns as `KV_ROW_COLUMNS`, in input order, and the rejects."""
 
     rows: pl.DataFrame
     rejects: list[Reject]
@@ -160,7 +160,7 @@ class KvRows:
 def event_rows(
     batch: Batch, encoding: MessageEncoding, source_file: str, source_offset: int, ages: BlockAges
 ) -> Iterator[tuple[Any, ...] | Reject]:
-    """Yield the values of `ROW_COLUMNS` for each event of a batch, and a reject for each that cannot be read."""
+    """Yield the values of `KV_ROW_COLUMNS` for each event of a batch, and a reject for each that cannot be read."""
     rank, unix_ns = batch.data_parallel_rank, round(batch.ts * 1e9)
     for one in batch.events:
         event: Any = _decode_event(one, encoding) if isinstance(one, msgspec.Raw) else one

@@ -36,14 +36,14 @@ KV_COLUMNS = {
 GPU = "GPU"
 """The medium of the engine's cache on the GPU; an event without a medium means it too."""
 
-_STEP = [*ENGINE, "step_id"]
+_KV_STEP = [*ENGINE, "step_id"]
 _IN_GPU_CACHE = pl.col("medium").fill_null(GPU) == GPU
 _REJECT_COLUMNS = {column.name: column.polars for column in schema.REJECTS.columns if column.name != "run_id"}
 
 
 # -- the events -------------------------------------------------------------------------------------------
 
-_ENDS = {"TransferInitiated": "TransferCompleted", "RemoteTransferInitiated": "RemoteTransferCompleted"}
+_END_OF = {"TransferInitiated": "TransferCompleted", "RemoteTransferInitiated": "RemoteTransferCompleted"}
 """The event that a transfer begins with, and the one it ends with."""
 
 
@@ -74,7 +74,7 @@ def build_kv_events(
     assigned = _with_epoch(_with_server(assigned, steps, journeys), steps, journeys)
     assigned = _with_step(assigned, steps).sort("_order")
     transfer = pl.struct(*ENGINE, "data_parallel_rank", "event", "transfer_id", "step_id")
-    kept = assigned.filter(~pl.col("event").is_in(list(_ENDS)) | transfer.is_first_distinct())
+    kept = assigned.filter(~pl.col("event").is_in(list(_END_OF)) | transfer.is_first_distinct())
     return schema.KV_EVENTS.conform(kept), assigned.height - kept.height
 
 
@@ -133,16 +133,16 @@ def transfers(events: pl.DataFrame) -> pl.DataFrame:
     # Ids may come again after a restart that left no trace: the n-th end belongs to the n-th beginning.
     turn = pl.int_range(pl.len()).over(key).alias("turn")
     begun = (
-        events.filter(pl.col("event").is_in(list(_ENDS)))
+        events.filter(pl.col("event").is_in(list(_END_OF)))
         .sort("unix_ns")
         .drop("success", "initiated_step")
         .rename({"step_id": "initiated_step", "unix_ns": "initiated_ns"})
         .with_columns(turn)
     )
     ends = (
-        events.filter(pl.col("event").is_in(list(_ENDS.values())))
+        events.filter(pl.col("event").is_in(list(_END_OF.values())))
         .sort("unix_ns")
-        .with_columns(pl.col("event").replace({end: begin for begin, end in _ENDS.items()}))
+        .with_columns(pl.col("event").replace({end: begin for begin, end in _END_OF.items()}))
         .select(*key, turn, "success", completed_step="step_id", completed_ns="unix_ns")
     )
     return begun.join(ends, on=[*key, "turn"], how="left", nulls_equal=True, maintain_order="left")
@@ -292,7 +292,7 @@ def with_kv_cache(
     """
     sums = (
         events.drop_nulls("step_id")
-        .group_by(_STEP)
+        .group_by(_KV_STEP)
         .agg(
             kv_blocks_stored=_blocks("BlockStored", _IN_GPU_CACHE).sum(),
             kv_blocks_evicted=_blocks("BlockRemoved", _IN_GPU_CACHE).sum(),
@@ -306,8 +306,8 @@ def with_kv_cache(
     )
     sizes = _block_sizes(events).with_columns(_has_events=pl.lit(value=True))
     rows = (
-        timeline.join(sums, on=_STEP, how="left", maintain_order="left")
-        .join(_in_flight(timeline, events), on=_STEP, how="left", maintain_order="left")
+        timeline.join(sums, on=_KV_STEP, how="left", maintain_order="left")
+        .join(_in_flight(timeline, events), on=_KV_STEP, how="left", maintain_order="left")
         .join(sizes, on=ENGINE, how="left", maintain_order="left")
     )
     counts = [c for c, unit in KV_COLUMNS.items() if unit in ("block", "transfer")]
@@ -347,13 +347,13 @@ def _in_flight(timeline: pl.DataFrame, events: pl.DataFrame) -> pl.DataFrame:
         # A transfer that completed within its own step was still in flight in it.
         step_id=pl.max_horizontal("completed_step", pl.col("initiated_step") + 1),
     )
-    changes = pl.concat([begins, ends]).group_by(_STEP).agg(pl.sum("transfers", "blocks")).sort("step_id")
+    changes = pl.concat([begins, ends]).group_by(_KV_STEP).agg(pl.sum("transfers", "blocks")).sort("step_id")
     in_flight = changes.select(
-        *_STEP,
+        *_KV_STEP,
         kv_transfers_in_flight=pl.col("transfers").cum_sum().over(ENGINE).cast(pl.Int64),
         kv_blocks_in_flight=pl.col("blocks").cum_sum().over(ENGINE),
     )
-    steps = timeline.select(_STEP).sort("step_id")
+    steps = timeline.select(_KV_STEP).sort("step_id")
     return steps.join_asof(in_flight, on="step_id", by=ENGINE, check_sortedness=False)
 
 
@@ -363,4 +363,4 @@ def with_prefix_hits(timeline: pl.DataFrame, requests: pl.DataFrame) -> pl.DataF
     hits = with_hits.group_by(*ENGINE, step_id="first_scheduled_step").agg(
         kv_prefix_hit_ratio=pl.col("cached_prompt_tokens").sum() / pl.col("prompt_tokens").sum()
     )
-    return timeline.join(hits, on=_STEP, how="left", maintain_order="left")
+    return timeline.join(hits, on=_KV_STEP, how="left", maintain_order="left")

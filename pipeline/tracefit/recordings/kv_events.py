@@ -20,7 +20,7 @@ from tracefit.inputs.formats import Recording, register
 from tracefit.inputs.framing import BOM, LENGTH_BYTES
 from tracefit.inputs.rejects import Reject, Rejects, TooManyRejectsError, excerpt
 from tracefit.recordings.kv_batches import (
-    ROW_COLUMNS,
+    KV_ROW_COLUMNS,
     Batch,
     BlockAges,
     KvRows,
@@ -40,11 +40,11 @@ if TYPE_CHECKING:
 MAX_BATCH_BYTES = 32 << 20
 """A longer line or message is rejected; a hostile one takes ten times its size once decoded."""
 
-_LINE_END = re.compile(rb"\n+")
+_BLANK_LINES = re.compile(rb"\n+")
 _BATCH_IN_LINE = re.compile(rb"\[\s*\d{9,10}(?:\.\d*)?\s*,\s*\[")
 """The beginning of a batch, its unix time and its events; no event contains such a sequence."""
 
-_MESSAGE_START = re.compile(rb"(?=[\x92-\x9f]\xcb\x41[\xd0-\xdf])")
+_BATCH_START = re.compile(rb"(?=[\x92-\x9f]\xcb\x41[\xd0-\xdf])")
 """An array whose first element is a float64 from 2**30 to 2**31: a batch with its unix time, from 2004 to 2038."""
 _START_BYTES = 4
 _CHUNK_ROWS = 1 << 16
@@ -97,7 +97,7 @@ def read_kv(files: Iterable[TraceFile], options: IngestOptions) -> KvRows:
 
 
 def _frame(rows: list[tuple[Any, ...]]) -> pl.DataFrame:
-    frame = pl.DataFrame(rows, schema=ROW_COLUMNS, orient="row")
+    frame = pl.DataFrame(rows, schema=KV_ROW_COLUMNS, orient="row")
     return frame.with_columns(pl.col(pl.String).replace("", None))
 
 
@@ -141,7 +141,7 @@ def read_recording(
 def _find(head: bytes) -> tuple[Shape, Encoding] | None:
     if _BATCH_IN_LINE.match(head.removeprefix(BOM).lstrip()):
         return "lines", "json"
-    begins = _MESSAGE_START.match(head) or _MESSAGE_START.match(head, LENGTH_BYTES)
+    begins = _BATCH_START.match(head) or _BATCH_START.match(head, LENGTH_BYTES)
     return ("messages", "msgpack") if begins else None
 
 
@@ -192,7 +192,7 @@ def _cut(
 
 def _read_lines(name: str, chunks: Iterable[bytes], offset: int, most_bytes: int) -> _Items:
     """Yield the batches in lines; return the offset after them."""
-    for offset, size, content in _cut(chunks, offset, _LINE_END, most_bytes):  # noqa: B020, PLR1704
+    for offset, size, content in _cut(chunks, offset, _BLANK_LINES, most_bytes):  # noqa: B020, PLR1704
         if len(content) < size:
             yield Reject(name, offset, size, "record too large")
             continue
@@ -224,7 +224,7 @@ def _read_messages(name: str, chunks: Iterable[bytes], offset: int, most_bytes: 
         return Reject(name, begin, size, reason, f"<binary, {size} bytes>")
 
     pending = b""  # a message that does not end before the next one seems to begin
-    for offset, size, content in _cut(chunks, offset, _MESSAGE_START, most_bytes):  # noqa: B020, PLR1704
+    for offset, size, content in _cut(chunks, offset, _BATCH_START, most_bytes):  # noqa: B020, PLR1704
         begin, end = offset - len(pending), offset + size
         length, batch = _decode_message(pending + content)
         # Some block hashes look like a beginning. If a message that contains one is whole, all its events are good.

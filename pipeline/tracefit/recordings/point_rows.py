@@ -21,10 +21,10 @@ import polars as pl
 
 from tracefit.errors import printable
 from tracefit.inputs.rejects import TooManyRejectsError
-from tracefit.recordings.blocks import UNREADABLE, fault_of
-from tracefit.server.settings import SETTINGS, canonical_name
+from tracefit.recordings.blocks import UNREADABLE_RECORD, fault_of
+from tracefit.server.settings import SETTING_NAMES, canonical_name
 from tracefit.tables.dialects import NOT_SENT_S, POINT_KEY, POINT_SCOPE
-from tracefit.tables.points import LATENCIES, STATED, STATISTICS, text_of_point
+from tracefit.tables.points import POINT_LATENCIES, STATED, STATISTICS, text_of_point
 from tracefit.tables.schema import POINTS
 from tracefit.tables.units import DECODE_STEP_US, unit_fault
 
@@ -38,14 +38,14 @@ Point: TypeAlias = dict[str, Any]
 """Columns of `points` to their values; `settings` is an object, `unread` a list."""
 
 PointParts: TypeAlias = "Iterable[tuple[int, bytes, Callable[[bytes], Iterable[Point]]]]"
-"""Offset and bytes of each part of a block that has points, and the function that reads them or raises one of `UNREADABLE`."""
+"""Offset and bytes of each part of a block that has points, and the function that reads them or raises one of `UNREADABLE_RECORD`."""
 
-_MOST_UNREAD, _MOST_NAME = 64, 80
+_MOST_UNREAD, _MOST_LABEL_CHARS = 64, 80
 """Columns of a point that are named though not read, and characters of a name."""
 
 # -- names --------------------------------------------------------------------------------------------------
 
-_UNIT_FACTORS = {
+_TIME_FACTORS = {
     **dict.fromkeys(("s", "sec", "secs", "second", "seconds"), 1e6),
     **dict.fromkeys(("ms", "msec", "millis", "millisecond", "milliseconds"), 1e3),
     **dict.fromkeys(("us", "usec", "micros", "microsecond", "microseconds"), 1.0),
@@ -53,7 +53,7 @@ _UNIT_FACTORS = {
 }
 """Unit to us."""
 
-_LATENCY_NAMES = {
+_LATENCY_SPELLINGS = {
     **dict.fromkeys(("ttft", "time_to_first_token", "first_token_latency"), "ttft"),
     **dict.fromkeys(("tpot", "time_per_output_token"), "tpot"),
     **dict.fromkeys(("itl", "inter_token_latency", "intertoken_latency", "inter_token_latencies"), "itl"),
@@ -151,7 +151,7 @@ _COUNT_NAMES = {
 }
 """Name to the column of a number without a unit of time."""
 
-_LABELS = {
+_LABEL_KEYS = {
     **dict.fromkeys(("hardware", "device", "gpu_model"), "gpu"),
     **dict.fromkeys(("tp", "num_gpus_tp", "tp_degree"), "tensor_parallel"),
     **dict.fromkeys(("model", "model_id", "model_name", "hf_id"), "model"),
@@ -196,23 +196,23 @@ def meaning_of(name: str, *, unit: str = "") -> _Named | None:
     words = _words(name)
     if words in _COUNT_NAMES:
         return _Named(_COUNT_NAMES[words])
-    if (fact := _LABELS.get(words, canonical_name(words))) in _FACTS:
+    if (fact := _LABEL_KEYS.get(words, canonical_name(words))) in _FACTS:
         return _Named(fact)
     if words in ("duration", "duration_s", "benchmark_time_seconds", "duration_seconds"):
         return _Named("duration_us", 1e6 if words != "duration" or unit else None)
     parts = words.split("_")
-    statistic, factor, quantity = "mean", _UNIT_FACTORS.get(unit), list[str]()
+    statistic, factor, quantity = "mean", _TIME_FACTORS.get(unit), list[str]()
     is_kept = True
     for part in parts:
-        if part in _UNIT_FACTORS:
-            factor = _UNIT_FACTORS[part]
+        if part in _TIME_FACTORS:
+            factor = _TIME_FACTORS[part]
         elif part in _STATISTIC_NAMES:
             statistic = _STATISTIC_NAMES[part]
         elif _OTHER_STATISTIC.fullmatch(part):
             is_kept = False
         elif part:
             quantity.append(part)
-    latency = _LATENCY_NAMES.get("_".join(quantity))
+    latency = _LATENCY_SPELLINGS.get("_".join(quantity))
     if latency is None:
         column = _COUNT_NAMES.get("_".join(quantity))
         return None if column is None else _Named(column if is_kept and statistic == "mean" else "")
@@ -222,14 +222,14 @@ def meaning_of(name: str, *, unit: str = "") -> _Named | None:
 def no_unit(name: str) -> str:
     """Return the fault of a column of latencies whose name has no unit."""
     plain = _words(name)
-    return f"column {printable(name)[:_MOST_NAME]} has no unit: name it {plain}_ms or {plain}_s"
+    return f"column {printable(name)[:_MOST_LABEL_CHARS]} has no unit: name it {plain}_ms or {plain}_s"
 
 
 # -- one point ----------------------------------------------------------------------------------------------
 
-_TEXT = frozenset(column.name for column in POINTS.columns if column.kind == "string")
+_TEXT_COLUMNS = frozenset(column.name for column in POINTS.columns if column.kind == "string")
 _WHOLE = frozenset(column.name for column in POINTS.columns if column.kind == "int64")
-_BOUNDS = {c.name: (c.least or 0.0, c.most or math.inf) for c in POINTS.columns if c.name in STATED}
+_POINT_BOUNDS = {c.name: (c.least or 0.0, c.most or math.inf) for c in POINTS.columns if c.name in STATED}
 _THOUSANDS = re.compile(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d*)?")
 _NO_NUMBER = frozenset(("", "-", "none", "null", "nan", "n/a", "na", "trace"))
 
@@ -242,24 +242,24 @@ def _value_of(name: str, column: str, value: Any, factor: float) -> Any:
     """
     if value is None or (isinstance(value, str) and value.strip().lower() in _NO_NUMBER):
         return None
-    if column in _TEXT:
-        return printable(str(value))[: _MOST_NAME * 4]
+    if column in _TEXT_COLUMNS:
+        return printable(str(value))[: _MOST_LABEL_CHARS * 4]
     if isinstance(value, bool):
-        raise msgspec.ValidationError(f"{printable(name)[:_MOST_NAME]} is not a number")
+        raise msgspec.ValidationError(f"{printable(name)[:_MOST_LABEL_CHARS]} is not a number")
     if isinstance(value, str) and _THOUSANDS.fullmatch(value.strip()):
         value = value.replace(",", "")
     try:
         number = float(value) * factor
     except (ValueError, TypeError, OverflowError):
         way = ": write a point before decimals" if isinstance(value, str) and "," in value else ""
-        raise msgspec.ValidationError(f"{printable(name)[:_MOST_NAME]} is not a number{way}") from None
+        raise msgspec.ValidationError(f"{printable(name)[:_MOST_LABEL_CHARS]} is not a number{way}") from None
     if column == "rate_per_s" and (number == math.inf or number <= 0):
         return None
     if math.isnan(number):
         return None
-    least, most = _BOUNDS[column]
+    least, most = _POINT_BOUNDS[column]
     if not least <= number <= most:
-        raise msgspec.ValidationError(f"{printable(name)[:_MOST_NAME]} is out of range")
+        raise msgspec.ValidationError(f"{printable(name)[:_MOST_LABEL_CHARS]} is out of range")
     return round(number) if column in _WHOLE else number
 
 
@@ -274,7 +274,7 @@ def summed(name: str, column: str, value: Any, factor: float = 1.0) -> Any:
 
 def unread_of(names: Iterable[str]) -> list[str]:
     """Return names of a summary as they are kept in `unread`."""
-    return [printable(str(name))[:_MOST_NAME] for name in sorted(set(names))][:_MOST_UNREAD]
+    return [printable(str(name))[:_MOST_LABEL_CHARS] for name in sorted(set(names))][:_MOST_UNREAD]
 
 
 def point_of(
@@ -294,7 +294,7 @@ def point_of(
     point: Point = {"program": program, "settings": {}, "unread": []}
     names: dict[str, str] = {}
     for name, value in values.items():
-        shown = printable(name)[:_MOST_NAME]
+        shown = printable(name)[:_MOST_LABEL_CHARS]
         named = meaning_of(name, unit=unit)
         if named is not None and named.column:
             if named.factor is None:
@@ -308,7 +308,7 @@ def point_of(
                 )
             if before is None and found is not None:
                 point[named.column], names[named.column] = found, shown
-        elif named is None and (setting := canonical_name(_words(name))) in SETTINGS:
+        elif named is None and (setting := canonical_name(_words(name))) in SETTING_NAMES:
             if isinstance(value, str | int | float):
                 point["settings"][setting] = value
         elif named is None and name not in known and len(point["unread"]) < _MOST_UNREAD:
@@ -324,7 +324,7 @@ def checked(point: Point) -> Point:
     """
     if not any(
         point.get(f"{latency}_{statistic}_us") is not None
-        for latency in LATENCIES
+        for latency in POINT_LATENCIES
         for statistic in STATISTICS
     ):
         raise msgspec.ValidationError("no latency")
@@ -351,7 +351,7 @@ def checked(point: Point) -> Point:
 
 def _order_fault(point: Point) -> str | None:
     """Return the fault of percentiles of one latency that are not in order."""
-    for latency in LATENCIES:
+    for latency in POINT_LATENCIES:
         known = [
             (f"{latency}_{statistic}", value)
             for statistic in STATISTICS
@@ -403,10 +403,10 @@ def read_points(
             for offset, part, read in parts(payload):
                 try:
                     points += [(block.offset + offset, point) for point in read(part)]
-                except UNREADABLE as error:
+                except UNREADABLE_RECORD as error:
                     if block.offset + offset not in known:
                         rejects.add(offset, part, f"{what} ({fault_of(error)})")
-        except UNREADABLE as error:
+        except UNREADABLE_RECORD as error:
             if block.offset not in known:
                 rejects.add(0, payload, f"{what} ({fault_of(error)})")
     return points

@@ -19,7 +19,7 @@ from tracefit.inputs.framing import BOM, records
 from tracefit.recordings.blocks import RecordedBlock
 from tracefit.recordings.point_rows import meaning_of, no_unit, point_of, read_points, spans_of_points
 from tracefit.recordings.requests import from_json
-from tracefit.tables.points import LATENCIES
+from tracefit.tables.points import POINT_LATENCIES
 from tracefit.tables.rows import RECORDED_STEPS
 
 if TYPE_CHECKING:
@@ -39,8 +39,8 @@ _JSON_LATENCY = re.compile(
     re.IGNORECASE,
 )
 _MOST_SEARCHED = 1 << 20
-_LISTS = ("points", "results", "data", "rows", "runs", "benchmarks")
-_NESTED = ("settings", "config", "server", "args")
+_POINT_LISTS = ("points", "results", "data", "rows", "runs", "benchmarks")
+_NESTED_KEYS = ("settings", "config", "server", "args")
 
 
 def _header(head: bytes) -> tuple[bytes, bytes]:
@@ -58,7 +58,7 @@ def _header(head: bytes) -> tuple[bytes, bytes]:
 def _is_of_points(names: Iterable[str]) -> bool:
     columns = {named.column for name in names if (named := meaning_of(name))}
     has_load = bool(columns & {"concurrency", "rate_per_s"})
-    return has_load and any(column.partition("_")[0] in LATENCIES for column in columns)
+    return has_load and any(column.partition("_")[0] in POINT_LATENCIES for column in columns)
 
 
 def _find(head: bytes) -> tuple[Shape, Encoding] | None:
@@ -178,7 +178,7 @@ def _rows(value: Any) -> Iterator[Any]:
         return
     if not isinstance(value, dict):
         raise msgspec.ValidationError("no table")
-    held = next((value[name] for name in _LISTS if isinstance(value.get(name), list)), None)
+    held = next((value[name] for name in _POINT_LISTS if isinstance(value.get(name), list)), None)
     if held is not None:
         # Values beside the list hold for every row.
         beside = {name: item for name, item in value.items() if isinstance(item, str | int | float)}
@@ -197,19 +197,19 @@ def _rows(value: Any) -> Iterator[Any]:
 def _flat(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return a row with the members of the objects in it that hold settings."""
     flat = {str(name): value for name, value in row.items()}
-    for name in _NESTED:
+    for name in _NESTED_KEYS:
         if isinstance(flat.get(name), dict):
             flat |= flat.pop(name)
     return flat
 
 
-_NO_STEPS = pl.DataFrame(schema={name: kind for name, kind in RECORDED_STEPS.items() if name != "file"})
+_NO_STEP_ROWS = pl.DataFrame(schema={name: kind for name, kind in RECORDED_STEPS.items() if name != "file"})
 
 
 def _decode(block: Block, payload: bytes, rejects: Rejects) -> RecordedBlock:
     parts = _csv_parts if block.encoding == "csv" else _json_parts
     points = read_points(block, payload, parts, "no point", rejects)
-    return RecordedBlock(_NO_STEPS, spans_of_points(points))
+    return RecordedBlock(_NO_STEP_ROWS, spans_of_points(points))
 
 
 FORMAT = register(

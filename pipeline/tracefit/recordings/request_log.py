@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from tracefit.inputs.framing import Shape
     from tracefit.inputs.rejects import Encoding, Rejects
 
-_TIMES = ("queued_ts", "scheduled_ts", "first_token_ts", "last_token_ts")
+_TIME_KEYS = ("queued_ts", "scheduled_ts", "first_token_ts", "last_token_ts")
 _START = re.compile(rb'\{[^{}\[\]]{0,400}"queued_ts"\s*:[^,{}\[\]]{1,40},\s*"scheduled_ts"\s*:')
 _Seconds = Annotated[float, msgspec.Meta(ge=0, le=MOST_S)]
 
@@ -51,12 +51,12 @@ class _Line(msgspec.Struct):
     last_token_ts: _Seconds
 
 
-_TYPES: dict[str, Any] = {
+_REQUEST_TYPES: dict[str, Any] = {
     "source_offset": pl.Int64,
     "request_id": pl.String,
     "input_toks": pl.Int64,
     "output_toks": pl.Int64,
-    **dict.fromkeys(("arrival_time", *_TIMES), pl.Float64),
+    **dict.fromkeys(("arrival_time", *_TIME_KEYS), pl.Float64),
 }
 
 
@@ -75,7 +75,7 @@ def decode(block: Block, payload: bytes, rejects: Rejects) -> RecordedBlock:
     """
     records = read_parts(block, payload, lambda text: lines_of(text, _line), "no request of a log", rejects)
     rows = [(offset, *msgspec.structs.astuple(line)) for offset, line in records]
-    lines = pl.DataFrame(rows, schema=_TYPES, orient="row")
+    lines = pl.DataFrame(rows, schema=_REQUEST_TYPES, orient="row")
     if fault := _unit_fault(lines):
         rejects.add(0, payload, f"no request of a log ({fault})")
         lines = lines.clear()
@@ -85,7 +85,7 @@ def decode(block: Block, payload: bytes, rejects: Rejects) -> RecordedBlock:
 
 def _line(text: bytes) -> _Line:
     line = from_json(text, _Line)
-    times = [getattr(line, name) for name in _TIMES]
+    times = [getattr(line, name) for name in _TIME_KEYS]
     if times != sorted(times):
         raise msgspec.ValidationError("times out of order")
     return line
@@ -104,7 +104,7 @@ def _unit_fault(lines: pl.DataFrame) -> str | None:
 
 def _as_spans(lines: pl.DataFrame) -> pl.DataFrame:
     """Return requests as spans of stock vLLM; durations on the engine's clock, exact differences of its stamps."""
-    stamps = lines.with_columns(seconds_to_ns(pl.col(name)) for name in ("arrival_time", *_TIMES))
+    stamps = lines.with_columns(seconds_to_ns(pl.col(name)) for name in ("arrival_time", *_TIME_KEYS))
     ahead = (pl.col("queued_ts") - pl.col("arrival_time")).min()
     between = {
         "time_in_queue": ("queued_ts", "scheduled_ts"),
@@ -123,7 +123,7 @@ def _as_spans(lines: pl.DataFrame) -> pl.DataFrame:
         "gen_ai.usage.prompt_tokens": pl.col("input_toks"),
         "gen_ai.usage.completion_tokens": pl.col("output_toks"),
     }
-    rows = stamps.with_columns(pl.col(name) - ahead for name in _TIMES).with_columns(
+    rows = stamps.with_columns(pl.col(name) - ahead for name in _TIME_KEYS).with_columns(
         start_unix_ns="arrival_time",
         end_unix_ns="last_token_ts",
         error=pl.lit(value=False),

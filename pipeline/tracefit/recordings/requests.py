@@ -15,7 +15,7 @@ import polars as pl
 
 from tracefit.inputs.framing import BOM, records
 from tracefit.inputs.rejects import TooManyRejectsError, keys_in
-from tracefit.recordings.blocks import MOST_S, UNREADABLE, fault_of
+from tracefit.recordings.blocks import MOST_S, UNREADABLE_RECORD, fault_of
 from tracefit.tables.dialects import FRONT_SPAN
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ _NOT_FINITE = re.compile(rb'"(?:[^"\\]|\\.)*+"?|-?\b(?:NaN|Infinity)\b', re.DOTA
 
 _T = TypeVar("_T")
 Parts: TypeAlias = "Iterable[tuple[int, bytes, Callable[[bytes], _T]]]"
-"""Offset and bytes of each part of a block, and the function that reads it or raises one of `UNREADABLE`."""
+"""Offset and bytes of each part of a block, and the function that reads it or raises one of `UNREADABLE_RECORD`."""
 
 
 def from_json(text: bytes, kind: type[_T]) -> _T:
@@ -68,7 +68,7 @@ def read_parts(
     Args:
         block: The position of the bytes.
         payload: The bytes.
-        parts: Divides them; raises one of `UNREADABLE` if that is impossible.
+        parts: Divides them; raises one of `UNREADABLE_RECORD` if that is impossible.
         what: Reason of a reject, without the detail.
         rejects: Receives the bad parts.
     """
@@ -78,18 +78,18 @@ def read_parts(
             for offset, part, read in parts(payload):
                 try:
                     contents.append((block.offset + offset, read(part)))
-                except UNREADABLE as error:
+                except UNREADABLE_RECORD as error:
                     rejects.add(offset, part, f"{what} ({fault_of(error)})")
-        except UNREADABLE as error:
+        except UNREADABLE_RECORD as error:
             rejects.add(0, payload, f"{what} ({fault_of(error)})")
     return contents
 
 
 def first_keys(payload: bytes, parts: Callable[[bytes], Parts[_T]]) -> list[str]:
     """Return the keys of the first part of a block that can be read; see `keys_in`."""
-    with suppress(*UNREADABLE):
+    with suppress(*UNREADABLE_RECORD):
         for _, part, read in parts(payload):
-            with suppress(*UNREADABLE):
+            with suppress(*UNREADABLE_RECORD):
                 read(part)
                 return keys_in(part)
     return []
@@ -114,8 +114,8 @@ def as_spans(
         number: The number of each request, for its id; its place in the file if not given.
     """
     in_record = pl.int_range(pl.len()).over("source_offset")
-    place = pl.col("source_offset") * _MOST_OF_RECORD + in_record
-    span_number = (place if number is None else number) + 1
+    position = pl.col("source_offset") * _MOST_OF_RECORD + in_record
+    span_number = (position if number is None else number) + 1
     return requests.select(
         "source_offset",
         trace_id=pl.col("start_unix_ns").map_batches(_digits, return_dtype=pl.String),

@@ -44,9 +44,9 @@ _COMPARED_GAPS = 8
 pair of sums, and half of the pairs lie within one stretch if all stretches are as short as can be."""
 _LEAST_PAIRS = 8
 """Fewest pairs of sums that give a local dispersion; with fewer it is 1."""
-_ROUNDS = 6
+_PHASE_ROUNDS = 6
 """Most rounds in which the local dispersion is computed again, within the stretches that the last one led to."""
-_MOST_LEVELS = 60
+_MOST_PHASES = 60
 """Most times that a segment is cut out of a longer one, which bounds the time."""
 
 
@@ -156,7 +156,7 @@ def steady_stretches(arrival_ns: Integers) -> list[slice]:
     gaps = np.diff(arrival_ns).astype(float)
     seeded, unit = _seeded_cuts(gaps), _PENALTY * math.log(max(len(gaps), 2))
     dispersion = 1.0
-    for _ in range(_ROUNDS):
+    for _ in range(_PHASE_ROUNDS):
         stretches = _segments(gaps, seeded, unit * dispersion, at_ends=False)
         within = _local_dispersion([gaps[begin:end] for begin, end in stretches])
         if within <= dispersion:
@@ -222,7 +222,7 @@ def _segments(gaps: Vector, seeded: _Cuts, penalty: float, *, at_ends: bool) -> 
             gains, cuts = _best_cuts(gaps[None, begin:end], at_ends=at_ends)
             if gains[0] > gain:
                 gain, at = float(gains[0]), begin + int(cuts[0])
-        if gain > penalty and level < _MOST_LEVELS:
+        if gain > penalty and level < _MOST_PHASES:
             left += [(begin, at, level + 1), (at + 1, end, level + 1)]
         else:
             segments.append((begin, end))

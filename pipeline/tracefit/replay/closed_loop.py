@@ -11,7 +11,7 @@ import polars as pl
 
 from tracefit.coefficients.request_ranges import described_requests, predicted_requests
 from tracefit.errors import DataError, TracefitError, UsageError
-from tracefit.models.targets import LATENCIES
+from tracefit.models.targets import LATENCY_TITLES
 from tracefit.options import ServerOptions, flag_of
 from tracefit.replay.acceptance import measured_acceptance
 from tracefit.replay.engine import EngineSettings
@@ -19,7 +19,7 @@ from tracefit.replay.models import FittedStepTimes, admission_us, batch_at, depa
 from tracefit.replay.run import RequestLoad, replay
 from tracefit.results.replays import QueueWindow, ReplayAtSpeed, Replayed, RunReplay
 from tracefit.statistics import LIKELY_SDS, percentile
-from tracefit.tables.client_times import TIMES, with_clients_latencies
+from tracefit.tables.client_times import CLIENT_TIMES, with_clients_latencies
 from tracefit.tables.dialects import CLIENT
 from tracefit.tables.requests import latency_us
 from tracefit.tables.schema import ENGINE, REQUEST, SERVER
@@ -31,35 +31,35 @@ if TYPE_CHECKING:
     from tracefit.models.schema import Model
     from tracefit.statistics import Vector
 
-LEAST_REQUESTS = 20
+LEAST_LOOP_REQUESTS = 20
 """Fewest held-out requests for percentiles."""
-MOST_REQUESTS = 2_000
+MOST_LOOP_REQUESTS = 2_000
 """Most held-out requests of a run that are compared; as many again may load the server while these run."""
 
 PAST_SHARE = 0.1
 """Share of the requests of a new run that come before the compared ones: they give the requests in flight, and a client's time around
 the engine."""
 
-ALL_JOURNEYS = 0.999
-_WINDOWS = 20
-_POINTS = (50, 90, 99)
-_LATENCIES = (*LATENCIES, "client")
+WHOLE_LOOP_SHARE = 0.999
+_LOOP_WINDOWS = 20
+_LOOP_PERCENTILES = (50, 90, 99)
+_LOOP_LATENCIES = (*LATENCY_TITLES, "client")
 _NEEDED = ("max_num_seqs", "max_num_batched_tokens")
-_TIMES = ("arrival_ns", "first_scheduled_ns", "first_token_ns", "finished_ns", "departed_ns")
+_LOOP_TIMES = ("arrival_ns", "first_scheduled_ns", "first_token_ns", "finished_ns", "departed_ns")
 LEFT = pl.coalesce("finished_ns", "aborted_ns", "departed_ns", "last_token_ns")
 """When a request left the engine."""
 
 
-REQUEST_COLUMNS = (
+LOOP_REQUEST_COLUMNS = (
     *dict.fromkeys((*ENGINE, *REQUEST)),
-    *(*_TIMES, "queued_ns", "last_token_ns", "aborted_ns", "first_token_step", "finished_step"),
+    *(*_LOOP_TIMES, "queued_ns", "last_token_ns", "aborted_ns", "first_token_step", "finished_step"),
     *("prompt_tokens", "output_tokens", "max_tokens", "cached_prompt_tokens", "num_preemptions"),
-    *("finish_status", *(f"{name}_us" for name in _LATENCIES)),
-    *("dialect", "first_scheduled_step", *TIMES),
+    *("finish_status", *(f"{name}_us" for name in _LOOP_LATENCIES)),
+    *("dialect", "first_scheduled_step", *CLIENT_TIMES),
 )
 """Columns of `requests` that a replay reads."""
 
-_STEP_COLUMNS = (
+_LOOP_STEP_COLUMNS = (
     *SERVER,
     "ts_start_ns",
     "waiting_depth",
@@ -207,13 +207,13 @@ def missing_for_replay(run: pl.DataFrame, requests: pl.DataFrame, cuts: Mapping[
     if not cuts:
         return "the model of step times has no rows of this run"
     # A share of 0 is not a sample: other spans may show every request.
-    if sampled.is_between(0, ALL_JOURNEYS, closed="none").any():
+    if sampled.is_between(0, WHOLE_LOOP_SHARE, closed="none").any():
         share = float(sampled.to_numpy().min())
         return f"journeys are a sample of {share:.0%}: the requests between them are unknown"
     # The full length of a request that the run's end or its client cut off is unknown.
     has_prompt = pl.all_horizontal(pl.col("arrival_ns", "prompt_tokens").is_not_null())
     known = requests.filter(has_prompt & (pl.col("output_tokens").is_not_null() | ~_is_complete())).height
-    if known < ALL_JOURNEYS * requests.height or not requests["output_tokens"].count():
+    if known < WHOLE_LOOP_SHARE * requests.height or not requests["output_tokens"].count():
         return f"arrival and lengths are known of {known} of {requests.height} requests"
     return None
 
@@ -269,7 +269,7 @@ def _compared(
         in_flight=int((replayed["arrival"] < 0).sum()),
         quantities=_quantities(compared, before, predicted),
         queue=_queue(compared),
-        notes=notes + _notes(replayed, deployment, is_full=compared.height >= MOST_REQUESTS),
+        notes=notes + _notes(replayed, deployment, is_full=compared.height >= MOST_LOOP_REQUESTS),
         at_speeds=tuple(
             ReplayAtSpeed(slower_pct, {q.name: q.replayed for q in _quantities(rows, before, predicted)})
             for slower_pct in _speeds_of_holdout_pct(deployment.step_model)
@@ -279,10 +279,10 @@ def _compared(
 
 
 def _replayed(prepared: _Prepared, deployment: DeploymentModels, factor: float) -> pl.DataFrame:
-    """Replay the requests of each engine with a factor on the step times, at most `MOST_REQUESTS` that are compared."""
+    """Replay the requests of each engine with a factor on the step times, at most `MOST_LOOP_REQUESTS` that are compared."""
     times = FittedStepTimes(deployment.step_model, deployment.server, factor)
     parts: list[pl.DataFrame] = []
-    room = MOST_REQUESTS
+    room = MOST_LOOP_REQUESTS
     # A restart begins another engine: the later ones are left out where the first ones are enough.
     for engine in prepared.engines:
         if room > 0:
@@ -302,8 +302,8 @@ def _counted(replayed: pl.DataFrame, part: str) -> pl.DataFrame:
     compared = replayed.filter("counts")
     if unserved := compared["replayed_last"].null_count():
         raise DataError(f"the replay never serves {unserved} of {compared.height} requests")
-    if compared.height < LEAST_REQUESTS:
-        raise DataError(f"fewer than {LEAST_REQUESTS} requests end in {part}: {compared.height}")
+    if compared.height < LEAST_LOOP_REQUESTS:
+        raise DataError(f"fewer than {LEAST_LOOP_REQUESTS} requests end in {part}: {compared.height}")
     return compared
 
 
@@ -336,7 +336,7 @@ def _notes(replayed: pl.DataFrame, deployment: DeploymentModels, *, is_full: boo
     notes = {
         f"few requests come in the held-out part: {early} that end in it came before, their past is measured": early,
         f"{more} more requests load the server and are not compared": more,
-        f"the first {MOST_REQUESTS:,} held-out requests are compared": is_full,
+        f"the first {MOST_LOOP_REQUESTS:,} held-out requests are compared": is_full,
         f"{guessed} requests were cut off: their output is taken to be of median length": guessed,
         f"the client's requests are queued as they come: {sum(front[:1]) / 1e3:.2f} ms around the engine are the median of those before": front,
         "there is no model of the admission: requests are queued as they come": "alpha.admission"
@@ -492,7 +492,9 @@ def _counting(requests: pl.DataFrame) -> pl.DataFrame:
     has_times = pl.all_horizontal(pl.col("first_token_ns", "finished_ns", "cut").is_not_null())
     ends = pl.col("is_complete") & has_times & (pl.col("finished_ns") >= pl.col("cut"))
     comes = ends & (pl.col("arrival_ns") >= pl.col("cut"))
-    return requests.with_columns(counts=pl.when(comes.sum() >= LEAST_REQUESTS).then(comes).otherwise(ends))
+    return requests.with_columns(
+        counts=pl.when(comes.sum() >= LEAST_LOOP_REQUESTS).then(comes).otherwise(ends)
+    )
 
 
 def _engine(
@@ -511,15 +513,15 @@ def _engine(
     is_client = (requests["dialect"] == CLIENT).all()
     if is_client:
         earlier = requests.filter(pl.col("arrival_ns") < cut)["arrival_ns"].sort(descending=True)
-        start = earlier.head(MOST_REQUESTS).min() or cut  # type: ignore[assignment]  # of integers
+        start = earlier.head(MOST_LOOP_REQUESTS).min() or cut  # type: ignore[assignment]  # of integers
         of_part = pl.col("arrival_ns") >= start
     else:
         of_part = pl.col("left").is_null() | (pl.col("left") >= cut)
     rows = _first(requests.filter(of_part).sort("arrival_ns"), most).select(
         *REQUEST,
-        *((pl.col(name) - start).truediv(1e3).alias(name.removesuffix("_ns")) for name in _TIMES),
+        *((pl.col(name) - start).truediv(1e3).alias(name.removesuffix("_ns")) for name in _LOOP_TIMES),
         *("output", "done", "is_guessed", "counts"),
-        *(latency_us(name).alias(f"{name}_us") for name in _LATENCIES),
+        *(latency_us(name).alias(f"{name}_us") for name in _LOOP_LATENCIES),
         is_before=pl.col("arrival_ns") < cut,
         prompt=pl.col("prompt_tokens").clip(lower_bound=1),
         cached=pl.col("cached_prompt_tokens").fill_null(0),
@@ -565,7 +567,7 @@ def _first(rows: pl.DataFrame, most: int) -> pl.DataFrame:
     rows = rows.with_columns(counts=pl.col("counts") & (pl.col("counts").cum_sum() <= most))
     last = rows.filter("counts")["finished_ns"].max()
     kept = rows if last is None else rows.filter(pl.col("arrival_ns") <= last)
-    return kept.head((kept["counts"].arg_max() or 0) + 2 * MOST_REQUESTS)
+    return kept.head((kept["counts"].arg_max() or 0) + 2 * MOST_LOOP_REQUESTS)
 
 
 # -- measured and replayed -------------------------------------------------------------------------------
@@ -576,13 +578,15 @@ def _predicted(traces: RunTraces, deployment: DeploymentModels, counted: pl.Data
     rows = counted.select(REQUEST).join(traces.requests, on=REQUEST, how="left", nulls_equal=True)
     first, last = rows.select(pl.col("arrival_ns").min() - _BEFORE_NS, pl.col("finished_ns").max()).row(0)
     steps = (
-        traces.timeline.filter(pl.col("ts_start_ns").is_between(first, last)).select(_STEP_COLUMNS).collect()
+        traces.timeline.filter(pl.col("ts_start_ns").is_between(first, last))
+        .select(_LOOP_STEP_COLUMNS)
+        .collect()
     )
     described = described_requests(rows.with_columns(split=pl.lit("holdout")), steps)
     try:
         return predicted_requests(deployment, described)
     except TracefitError:
-        return described.with_columns(pl.lit(None, pl.Float64).alias(f"{name}_us") for name in LATENCIES)
+        return described.with_columns(pl.lit(None, pl.Float64).alias(f"{name}_us") for name in LATENCY_TITLES)
 
 
 def _quantities(rows: pl.DataFrame, before: pl.DataFrame, predicted: pl.DataFrame) -> tuple[Replayed, ...]:
@@ -591,11 +595,11 @@ def _quantities(rows: pl.DataFrame, before: pl.DataFrame, predicted: pl.DataFram
     entries = []
     for name, values in measured.items():
         known = ~np.isnan(values)
-        if known.sum() < LEAST_REQUESTS or np.isnan(replayed[name][known]).any():
+        if known.sum() < LEAST_LOOP_REQUESTS or np.isnan(replayed[name][known]).any():
             continue
         column = f"{name}_us"
         those = predicted.join(rows.filter(known), on=REQUEST, how="semi", nulls_equal=True)
-        for q in _POINTS:
+        for q in _LOOP_PERCENTILES:
             others = (_percentile(frame, column, q) for frame in (before, those))
             pair = (percentile(side[name][known], q) for side in (measured, replayed))
             entries.append(_entry(f"{name}_p{q}_us", *pair, *others))
@@ -628,7 +632,7 @@ def _latencies(rows: pl.DataFrame) -> tuple[dict[str, Vector], dict[str, Vector]
     """Return the latencies of requests, measured as the `requests` table has them, and replayed; NaN if unknown."""
     begin, decoded = pl.col("arrival"), pl.col("output") - 1
     first, last, departed = (pl.col(f"replayed_{name}") for name in ("first", "last", "departed"))
-    measured = {name: pl.col(f"{name}_us") for name in _LATENCIES}
+    measured = {name: pl.col(f"{name}_us") for name in _LOOP_LATENCIES}
     replayed = {
         "ttft": first - begin,
         "itl": pl.when(decoded > 0).then((last - first) / decoded),
@@ -648,7 +652,7 @@ def _latencies(rows: pl.DataFrame) -> tuple[dict[str, Vector], dict[str, Vector]
 def _queue(rows: pl.DataFrame) -> tuple[QueueWindow, ...]:
     """Return the mean number of requests between arrival and first schedule, in equal windows of the compared time."""
     end = max(float(rows[n].max() or 0.0) for n in ("finished", "replayed_last"))  # type: ignore[arg-type]  # of floats
-    edges = np.linspace(0.0, end, _WINDOWS + 1)
+    edges = np.linspace(0.0, end, _LOOP_WINDOWS + 1)
     begin = rows["arrival"].to_numpy()
     if rows["first_scheduled"].null_count() or end <= 0:
         return ()

@@ -44,14 +44,14 @@ _KEPT_REPLAYS = 4
 """Replays for the day that are kept: each takes a tenth of a gigabyte."""
 _STEPS_UP = 40
 """A number for the day that is too small grows by a fortieth."""
-_DRAWS = 4
+_ROUTINGS = 4
 """Most times that the requests of a window are dealt out to its servers: few requests say little about chance."""
 
 LEAD_TIMES = 2.0
 """Time before a window that is replayed with it, and not counted, over the time that a request takes in full batches."""
 LEAST_LEAD_S, MOST_LEAD_S = 30.0, 600.0
 """Its limits; it is at most as long as the window."""
-_PARTS = 48
+_WINDOW_PARTS = 48
 """Most parts of a window: some stand for all where one server has very many requests."""
 _BUSIEST, _FEWEST_PARTS = 3, 3
 """Parts that stand for themselves, and the fewest of the others."""
@@ -61,7 +61,7 @@ _BINS = (12, 120)
 """Parts of a window in which its requests are counted, to see how evenly they come."""
 _FEWEST_ALIKE = 500
 """Requests of a window from which on others may be compared with it."""
-_ALIKE = 0.05
+_ALIKE_DAYS_SHARE = 0.05
 """Relative difference of lengths and of unevenness that counts as none."""
 _FIRST_SHARE = 0.8
 """Share of the capacity at which a search begins."""
@@ -211,7 +211,7 @@ class DaySearch:
     lead_s: float = field(init=False)
     _kinds: list[Vector | None] = field(init=False)
     _seen: dict[End, list[_Seen]] = field(default_factory=lambda: {"likely": [], "high": []})
-    _places: dict[int, Vector] = field(default_factory=dict)
+    _draws_of: dict[int, Vector] = field(default_factory=dict)
     _day: dict[tuple[int, End], int | None] = field(default_factory=dict)
     _replays: dict[tuple[int, int, End], WindowReplay] = field(default_factory=dict)
 
@@ -250,7 +250,7 @@ class DaySearch:
             (
                 s.rate
                 for s in self._seen[end]
-                if kind is not None and s.holds and bool((kind <= s.kind + _ALIKE).all())
+                if kind is not None and s.holds and bool((kind <= s.kind + _ALIKE_DAYS_SHARE).all())
             ),
             default=0.0,
         )
@@ -262,7 +262,7 @@ class DaySearch:
             (
                 s.rate
                 for s in self._seen[end]
-                if kind is not None and not s.holds and bool((kind >= s.kind - _ALIKE).all())
+                if kind is not None and not s.holds and bool((kind >= s.kind - _ALIKE_DAYS_SHARE).all())
             ),
             default=math.inf,
         )
@@ -418,7 +418,7 @@ class DaySearch:
 
         Parts are ranked by their output tokens. The busiest ones stand for themselves, as a burst does, and of the others every k-th for those next to it.
         """
-        parts = _PARTS
+        parts = _WINDOW_PARTS
         while parts > 1 and (window.end_s - window.begin_s) / parts < max(_LEAST_PART_S, self.lead_s):
             parts //= 2
         if at_each <= 2 * most or parts < 2 * (_BUSIEST + _FEWEST_PARTS):
@@ -442,10 +442,10 @@ class DaySearch:
         counts = (which >= window.first) & (which < window.end) & (at_s >= window.begin_s)
         here = servers if isinstance(servers, int) else servers[which]
         # One server gets all requests, and in turn the same ones go to one of them.
-        draws = 1 if self.in_turn or int(np.max(here)) == 1 else _DRAWS
+        draws = 1 if self.in_turn or int(np.max(here)) == 1 else _ROUTINGS
         left = min(most, draws * window.requests)
         for draw in range(draws):
-            server = which % here if self.in_turn else (self._place(draw)[which] * here).astype(int)
+            server = which % here if self.in_turn else (self._drawn(draw)[which] * here).astype(int)
             for k in range(int(server.max()) + 1):
                 mine = server == k
                 if not counts[mine].any():
@@ -455,11 +455,11 @@ class DaySearch:
                 if left <= 0:
                     return
 
-    def _place(self, draw: int) -> Vector:
+    def _drawn(self, draw: int) -> Vector:
         """Return a random number in [0, 1) for every request: n times it is the server, of n."""
-        if draw not in self._places:
-            self._places[draw] = np.random.default_rng(draw).random(len(self.load.at_s))
-        return self._places[draw]
+        if draw not in self._draws_of:
+            self._draws_of[draw] = np.random.default_rng(draw).random(len(self.load.at_s))
+        return self._draws_of[draw]
 
     def _with_lead(self, window: DayWindow, *, as_came: bool) -> tuple[Integers, Vector]:
         """Return the numbers of the requests before and in a window, and their arrivals, in order."""

@@ -19,7 +19,7 @@ SPACING = 16.0
 MOST_OFF = 5e-3
 """Largest relative error of a table half-way between two entries; a model that bends or jumps more is computed step by step."""
 
-_FEWEST = 128
+_FEWEST_KEPT = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,15 +49,15 @@ class TabledDecoding:
         table = self._table(batch, first + each * (steps - 1))
         if table is None:
             return self.exact.decoding(batch, steps, growth)
-        at = first + each * (_STEPS[:steps] if steps <= len(_STEPS) else np.arange(steps))
+        at = first + each * (_STEP_NUMBERS[:steps] if steps <= len(_STEP_NUMBERS) else np.arange(steps))
         return np.asarray(np.interp(at, *table))
 
     def _table(self, batch: StepBatch, last: float) -> tuple[Vector, Vector] | None:
         """Return entries 0, 1, ... up to `last`, and the times at contexts of so many `SPACING` tokens per request; null where they may be wrong."""
         key = batch.decode_reqs, batch.waiting if self.reads_waiting else 0
-        table = self._tables.get(key, _EMPTY)
+        table = self._tables.get(key, _NO_DECODES)
         if table is not None and len(table[0]) <= last + 1:
-            entries = max(_FEWEST, 2 * int(last) + 2)
+            entries = max(_FEWEST_KEPT, 2 * int(last) + 2)
             half = SPACING * batch.decode_reqs / 2
             finer = self.exact.decoding(batch._replace(context_tokens=0.0), 2 * entries - 1, half)
             middle = (finer[:-1:2] + finer[2::2]) / 2
@@ -67,5 +67,5 @@ class TabledDecoding:
         return table
 
 
-_STEPS = np.arange(MOST_AT_ONCE, dtype=float)
-_EMPTY = np.zeros(0), np.zeros(0)
+_STEP_NUMBERS = np.arange(MOST_AT_ONCE, dtype=float)
+_NO_DECODES = np.zeros(0), np.zeros(0)

@@ -39,7 +39,7 @@ class StepBatch(NamedTuple):
         decode_reqs: Requests that decode.
         context_tokens: Tokens in the caches of the requests that decode.
         waiting: Requests in the queue.
-        prefill_seen: Sum of t * (c + t / 2) over requests that compute t tokens with c of theirs in the cache.
+        prefill_attention_pairs: Sum of t * (c + t / 2) over requests that compute t tokens with c of theirs in the cache.
     """
 
     prefill_reqs: int = 0
@@ -49,7 +49,7 @@ class StepBatch(NamedTuple):
     decode_reqs: int = 0
     context_tokens: float = 0.0
     waiting: int = 0
-    prefill_seen: float = 0.0
+    prefill_attention_pairs: float = 0.0
 
 
 class StepTimeModel(Protocol):

@@ -8,7 +8,7 @@ import numpy as np
 
 from tracefit.errors import DataError
 from tracefit.models.amounts import filled, largest
-from tracefit.models.describe import STEP_COLUMNS, STEP_INPUTS
+from tracefit.models.describe import STEP_INPUTS, STEP_VALUES
 from tracefit.models.evaluate import CompiledModel
 from tracefit.models.formulas import Name
 from tracefit.models.schema import BoundaryModel
@@ -37,7 +37,7 @@ class FittedStepTimes:
         Raises:
             DataError: The model reads a value of a step that a replay does not have.
         """
-        self._compiled, self._factor = CompiledModel(model, STEP_COLUMNS), factor
+        self._compiled, self._factor = CompiledModel(model, STEP_VALUES), factor
         server = {name: float(value) for name, value in server.items() if value is not None}
         formulas, inputs = self._compiled.formulas, {*server, *STEP_INPUTS}
         if missing := formulas.missing(self._compiled.features, inputs):
@@ -75,7 +75,7 @@ class FittedStepTimes:
 
 
 def _described(batch: StepBatch, context_tokens: Amount) -> dict[str, Amount]:
-    """Return the inputs of `STEP_COLUMNS` of a step, or of several that differ in their context."""
+    """Return the inputs of `STEP_VALUES` of a step, or of several that differ in their context."""
     return {
         "prefill_reqs": float(batch.prefill_reqs),
         "prefill": float(batch.prefill_tokens),

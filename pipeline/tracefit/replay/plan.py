@@ -22,7 +22,7 @@ import polars as pl
 
 from tracefit.errors import DataError
 from tracefit.models.amounts import filled
-from tracefit.models.describe import STEP_COLUMNS, STEP_INPUTS
+from tracefit.models.describe import STEP_INPUTS, STEP_VALUES
 from tracefit.models.evaluate import CompiledModel
 from tracefit.models.frames import evaluated
 from tracefit.replay.arrivals import GAP_BLOCK
@@ -51,7 +51,7 @@ ANSWER_REQUESTS = 10_000
 """Requests of a replay at the rate of an answer. P99 of TTFT varies by some percent between replays of half as many; near the capacity its
 P90 varies by tens of percent between replays of 6,000 to 12,000, which the interval has to hold."""
 
-SHARES = (0.15, 0.35, 0.55, 0.7, 0.8, 0.88, 0.95, 1.0)
+LOAD_SHARES = (0.15, 0.35, 0.55, 0.7, 0.8, 0.88, 0.95, 1.0)
 """Rates of a curve, as shares of the capacity."""
 SATURATED = 0.95
 """Share of the capacity above which a queue's length is that of the capacity's own error: some percent of it decide whether the queue
@@ -59,17 +59,17 @@ grows, and nothing bounds the latency from above."""
 SOME_OUTSIDE_PCT = 2.0
 """Share of the busy time outside the training above which latencies count as extrapolated."""
 _SLACK = 0.02
-_TEXTS = 2
+_MOST_TEXTS = 2
 _OF_THE_QUEUE = {"waiting_depth"}
 _DRAWS = 400
 _ENDS_PCT = (5.0, 95.0)
 _Z95 = 1.959964
 _Z90 = 1.644854
-_PARTS = 20
+_REPLAY_PARTS = 20
 _MOST_ANCHORS = 3
 _MOST_RATES = 2
 """Longer replays of a search for the largest rate: the second one is where the first one moved the curve to."""
-_CLOSE = 0.005
+_CLOSE_SHARE = 0.005
 """Relative distance of two rates up to which one anchor serves both."""
 
 
@@ -231,8 +231,8 @@ class Simulated:
     def _drawn(self, latency: str, q: float, *, high: bool) -> float:
         values = self.latencies[latency]
         value = percentile(values, q)
-        below = np.array_split(values <= value, _PARTS)
-        parts = 100 * float(np.std([p.mean() for p in below if len(p)], ddof=1)) / math.sqrt(_PARTS)
+        below = np.array_split(values <= value, _REPLAY_PARTS)
+        parts = 100 * float(np.std([p.mean() for p in below if len(p)], ddof=1)) / math.sqrt(_REPLAY_PARTS)
         error = _Z90 * math.hypot(parts, math.sqrt(q * (100 - q) / self.sampled))
         end = percentile(values, min(max(q + (error if high else -error), 0.0), 100.0))
         return end / max(value, 1e-6)
@@ -386,8 +386,8 @@ def _busy_us(steps: pl.DataFrame, begin_us: float, end_us: float) -> float:
 
     ended_us = steps["time"].cum_sum()
     tokens = steps.select(decoded=pl.col("batch") * pl.col("steps"), computed="prefill", time="time")
-    block = ((ended_us - begin_us) / (end_us - begin_us) * _PARTS).floor()
-    inside = tokens.with_columns(block=block).filter(pl.col("block").is_between(0, _PARTS - 1))
+    block = ((ended_us - begin_us) / (end_us - begin_us) * _REPLAY_PARTS).floor()
+    inside = tokens.with_columns(block=block).filter(pl.col("block").is_between(0, _REPLAY_PARTS - 1))
     sums = inside.group_by("block", maintain_order=True).agg(pl.col("decoded", "computed", "time").sum())
     each, _ = nnls(sums.select("decoded", "computed").cast(pl.Float64).to_numpy(), sums["time"].to_numpy())
     every = tokens.select(pl.col("decoded", "computed").sum().cast(pl.Float64)).to_numpy()[0]
@@ -433,7 +433,7 @@ class StepLawUncertainty:
     """The limits of a model of step times: its coefficients within their intervals, and its training ranges."""
 
     def __init__(self, model: Model, server: Mapping[str, float]) -> None:
-        self._compiled = CompiledModel(model, STEP_COLUMNS)
+        self._compiled = CompiledModel(model, STEP_VALUES)
         self._server = server
         rng = np.random.default_rng(0)
         self._draws = [_coefficients(form, rng) for _, form in self._compiled.forms]
@@ -499,7 +499,7 @@ class StepLawUncertainty:
                 ends = f"{low:,.4g} to {high:,.4g}"
                 reach = f"{values[is_outside].min():,.4g} to {values[is_outside].max():,.4g}"
                 texts.append((-share, f"{name} {reach} in {share:.0f} % of the time, trained on {ends}"))
-        worst = tuple(text for _, text in sorted(texts)[:_TEXTS])
+        worst = tuple(text for _, text in sorted(texts)[:_MOST_TEXTS])
         return 100 * float(time[left].sum()) / (float(time.sum()) or 1.0), worst
 
 
@@ -638,7 +638,7 @@ def curve_of(fleet: Fleet, servers: int, errors: Mapping[str, float]) -> Curve:
     Raises:
         DataError: The servers never serve some of the requests.
     """
-    return Curve([fleet.at(servers, share * fleet.capacity) for share in SHARES], errors)
+    return Curve([fleet.at(servers, share * fleet.capacity) for share in LOAD_SHARES], errors)
 
 
 def anchored(fleet: Fleet, servers: int, curve: Curve, rate: float, requests: int = ANCHOR_REQUESTS) -> Curve:
@@ -710,7 +710,7 @@ def _largest_rate(
     curve, only = curve_of(fleet, servers, errors), (objective,)
     for _ in range(_MOST_RATES):
         rate = curve.largest_rate(only)
-        if rate <= 0 or any(abs(rate / a.rate - 1) < _CLOSE for a in curve.anchors):
+        if rate <= 0 or any(abs(rate / a.rate - 1) < _CLOSE_SHARE for a in curve.anchors):
             break
         curve = anchored(fleet, servers, curve, rate)
     value = curve.largest_rate(only)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from tracefit.replay.run import TokenGaps
     from tracefit.statistics import Integers, Vector
 
-_ROUNDS, _LEAST_REQUESTS, _MOST_REQUESTS = 10, 200, 4_000
+_FEWEST_LOOP_ROUNDS, _LEAST_REQUESTS, _MOST_POINT_REQUESTS = 10, 200, 4_000
 """Requests of a replay: so many for each that runs at a time, and at least and at most so many; those of the benchmark if it says."""
 
 
@@ -89,7 +89,7 @@ def latencies_at(fleet: Fleet, load: PointLoad) -> dict[str, ReplayedLatency]:
     sample = TrafficSample(*lengths, np.zeros(1, dtype=np.int64))
     fleet = replace(fleet, sample=sample, carried_per_s=None, _known={})
     if load.rate_per_s is not None:
-        count = min(max(load.requests or 0, _LEAST_REQUESTS), _MOST_REQUESTS)
+        count = min(max(load.requests or 0, _LEAST_REQUESTS), _MOST_POINT_REQUESTS)
         simulated = fleet.at(1, load.rate_per_s, count)
         found, gaps = simulated.latencies, simulated.gaps
         times = {"ttft": found["ttft"], "tpot": found["itl"], "e2e": found["e2e"]}
@@ -108,8 +108,8 @@ def latencies_at(fleet: Fleet, load: PointLoad) -> dict[str, ReplayedLatency]:
 def _in_turn(fleet: Fleet, load: PointLoad) -> tuple[dict[str, Vector], TokenGaps | None]:
     """Return the latencies of requests that are each sent when another one ends, and the times between their tokens."""
     slots = load.concurrency or 1
-    asked = load.requests or max(_ROUNDS * slots, _LEAST_REQUESTS)
-    count = min(max(asked, slots), max(_MOST_REQUESTS, 2 * slots))
+    asked = load.requests or max(_FEWEST_LOOP_ROUNDS * slots, _LEAST_REQUESTS)
+    count = min(max(asked, slots), max(_MOST_POINT_REQUESTS, 2 * slots))
     admission = admission_us(
         fleet.deployment.models.get("alpha.admission"), np.zeros(1), np.array([load.prompt_tokens])
     )

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 EVERY_S = 30.0
 """Time between two decisions."""
-_SEEN = 4
+_SEEN_INTERVALS = 4
 """Intervals whose mean load decides."""
 _KEPT = 10
 """Intervals in which no load may need a server before it is let go."""
@@ -75,9 +75,9 @@ def scaled(
     # The load of an interval is known when it ends.
     upto = np.concatenate([[0.0], np.cumsum(needed)])
     ends = np.arange(len(needed))
-    begins = np.maximum(ends - _SEEN, 0)
-    first = needed[:_SEEN].mean()
-    seen = np.where(ends < _SEEN, first, (upto[ends] - upto[begins]) / np.maximum(ends - begins, 1))
+    begins = np.maximum(ends - _SEEN_INTERVALS, 0)
+    first = needed[:_SEEN_INTERVALS].mean()
+    seen = np.where(ends < _SEEN_INTERVALS, first, (upto[ends] - upto[begins]) / np.maximum(ends - begins, 1))
     asked = step * np.maximum(np.ceil(seen * (1 + spare_pct / 100) / step - 1e-9), 1).astype(np.int64)
     kept = _over_the_last(asked, _KEPT, np.maximum)
     return ScaledServers(begin_s, _over_the_last(kept, math.ceil(start_up_s / EVERY_S), np.minimum))

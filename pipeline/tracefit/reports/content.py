@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from tracefit.fit.splits import of_means
 from tracefit.models.schema import NEVER, BoundaryModel, RegimesModel, main_forms
-from tracefit.models.targets import LATENCIES, around_steps, is_step_model
+from tracefit.models.targets import LATENCY_TITLES, around_steps, is_step_model
 from tracefit.models.validation import is_negligible_wait
 from tracefit.options import TrainOptions, flag_of
 from tracefit.reports.document import Bullets, Report, ShellLines, kept, section, table, table_of
@@ -238,7 +238,7 @@ def _headline_table(deployment: documents.DeploymentEvaluation) -> Table:
     errors: dict[str, tuple[validation.Metrics, validation.Metrics, validation.Metrics | None]] = {}
     if step:
         errors[step_times(step).removesuffix("s")] = step.holdout, step.baseline, step.gradient_boosting
-    for key, label in LATENCIES.items():
+    for key, label in LATENCY_TITLES.items():
         if entry := deployment.latency.get(key):
             errors[label] = entry.predicted, entry.baseline, entry.gradient_boosting
     rows = [
@@ -271,7 +271,7 @@ def _replay_parts(deployment: documents.DeploymentEvaluation) -> tuple[ReportPar
     rows, lines = [], []
     for run in deployment.replays:
         name = f"`{run.run_id}`"
-        for latency, label in (*LATENCIES.items(), ("client", "until departure")):
+        for latency, label in (*LATENCY_TITLES.items(), ("client", "until departure")):
             if points := run.of(latency):
                 p50, p90 = points[:2]
                 guesses = (p.error_of(g) for p in (p50, p90) for g in (p.constant, p.predicted))
@@ -328,13 +328,13 @@ def _overview(deployments: Sequence[DeploymentParts]) -> Table:
             f"**{one.deployment.verdicts[u].answer}**" if u in one.deployment.verdicts else "-" for u in uses
         ]
         step, run = step_entry(one.deployment), least_exact_replay(one.deployment)
-        replayed = [[q.error_pct for q in run.of(name)[:2]] if run else [] for name in LATENCIES]
+        replayed = [[q.error_pct for q in run.of(name)[:2]] if run else [] for name in LATENCY_TITLES]
         cells = [f"{' / '.join(map(_signed, pair))} %" if pair else "-" for pair in replayed]
         cells.append(
             f"{percent(step.holdout.mdape_pct)} / {percent(step.holdout.p90_ape_pct)} %" if step else "-"
         )
         rows.append((name, *answers, *cells, _holds_for(one.deployment) or "-"))
-    heads = (f"replayed {label}, error at P50 / P90" for label in LATENCIES.values())
+    heads = (f"replayed {label}, error at P50 / P90" for label in LATENCY_TITLES.values())
     return table(("deployment", *uses, *heads, "step time, median / P90 error", "holds for"), rows)
 
 
@@ -442,7 +442,7 @@ def _served(one: DeploymentParts) -> tuple[ReportPart, ...]:
     """Return requests, rates and latencies of the server, a row per run."""
     rows = []
     for run in one.deployment.served:
-        latencies = [getattr(run, name) for name in LATENCIES]
+        latencies = [getattr(run, name) for name in LATENCY_TITLES]
         good = one.goodput.get(run.name)
         within = (f"{percent(good.within_pct)} %", number(good.requests_per_s)) if good else ("-", "-")
         failed = f"{count(run.failed)} ({percent(100 * run.failed / run.requests)} %)" if run.failed else "0"
@@ -454,7 +454,7 @@ def _served(one: DeploymentParts) -> tuple[ReportPart, ...]:
         )
         rows.append((*cells, *(within if one.goodput else ())))
     heads = ("requests", "failed", "preemptions", "requests/s", "output tokens/s", "prompt tokens/s")
-    percentiles = (f"{label} P50 / P90 / P99, ms" for label in LATENCIES.values())
+    percentiles = (f"{label} P50 / P90 / P99, ms" for label in LATENCY_TITLES.values())
     goodput = ("within the objectives", "goodput, requests/s") if one.goodput else ()
     every = table(("run", *heads, *percentiles, *goodput), rows)
     return _folded_if_many("What the servers did in", len(rows), every)
@@ -464,7 +464,7 @@ def _slowest(requests: Sequence[SlowRequest]) -> Section:
     """Return the slowest requests, each with its reason."""
     rows = [
         (
-            *(f"`{r.run_id}`", f"`{r.name}`", LATENCIES[r.latency], number(r.ttft_ms), number(r.e2e_ms)),
+            *(f"`{r.run_id}`", f"`{r.name}`", LATENCY_TITLES[r.latency], number(r.ttft_ms), number(r.e2e_ms)),
             *("-" if v is None else count(v) for v in (r.prompt_tokens, r.output_tokens)),
             sentence(r.reason),
         )
@@ -581,8 +581,8 @@ def _provenance(alpha: documents.CoefficientFile, beta: documents.CoefficientFil
     return section("Provenance", table(("item", "value"), rows), folded=True)
 
 
-_ACROSS = "Each run, model and GPU, and each deployment of a model with several on one GPU, is left out in turn and predicted by a model fitted on the others; errors are on all of its rows."
-_LEFT_OUT: dict[str, Callable[[results.LeftOutErrors], str]] = {
+_ACROSS_INTRO = "Each run, model and GPU, and each deployment of a model with several on one GPU, is left out in turn and predicted by a model fitted on the others; errors are on all of its rows."
+_LEFT_OUT_COLUMNS: dict[str, Callable[[results.LeftOutErrors], str]] = {
     "left out": lambda one: f"{one.kind} `{one.left_out}`",
     "model": lambda one: f"`{one.model}`",
     "features": lambda one: one.feature_set,
@@ -604,7 +604,9 @@ def _across(evaluation: documents.Evaluation) -> Section | None:
     if not evaluation.across and not evaluation.across_notes:
         return None
     notes = Bullets(tuple(f"Note: {note}." for note in evaluation.across_notes))
-    return section("Across runs, models and GPUs", _ACROSS, table_of(evaluation.across, _LEFT_OUT), notes)
+    return section(
+        "Across runs, models and GPUs", _ACROSS_INTRO, table_of(evaluation.across, _LEFT_OUT_COLUMNS), notes
+    )
 
 
 # -- the data -------------------------------------------------------------------------------------------
@@ -671,8 +673,8 @@ def _ingested(entry: documents.IngestEntry) -> ReportPart:
 
 
 _MOST_SAMPLED = 0.98
-_AHEAD = "Scheduling runs one step ahead of execution (asynchronous scheduling): the time of a step is the cycle after its own start."
-_SAMPLED = "Journeys are sampled: batches are known from step summaries only, and the queue state is that of the nearest sampled step."
+_AHEAD_TEXT = "Scheduling runs one step ahead of execution (asynchronous scheduling): the time of a step is the cycle after its own start."
+_SAMPLED_TEXT = "Journeys are sampled: batches are known from step summaries only, and the queue state is that of the nearest sampled step."
 
 
 def _clock(t: documents.TimelineEntry) -> Section:
@@ -695,9 +697,9 @@ def _clock(t: documents.TimelineEntry) -> Section:
         if t.beta_target_reason
         else "",
         table(("what", "value"), [row for row in rows.items() if row[1] != UNKNOWN]),
-        _AHEAD if t.execution_lag_steps else "",
+        _AHEAD_TEXT if t.execution_lag_steps else "",
         # The rate is an estimate: nearly 1 may be 1.
-        _SAMPLED if t.journey_sampling is not None and 0 < t.journey_sampling < _MOST_SAMPLED else "",
+        _SAMPLED_TEXT if t.journey_sampling is not None and 0 < t.journey_sampling < _MOST_SAMPLED else "",
     )
 
 
@@ -728,7 +730,7 @@ def _latency_parts(deployment: documents.DeploymentEvaluation) -> tuple[ReportPa
     """Return the text and tables on composed latencies; one line where none was composed."""
     if not deployment.latency:
         return (f"Not composed: {deployment.latency_missing or 'nothing was fitted'}.",)
-    named = [(LATENCIES.get(name, name), entry) for name, entry in deployment.latency.items()]
+    named = [(LATENCY_TITLES.get(name, name), entry) for name, entry in deployment.latency.items()]
     on_arrival, given_state = (
         [
             (label, words, *metrics(errors))
@@ -740,7 +742,7 @@ def _latency_parts(deployment: documents.DeploymentEvaluation) -> tuple[ReportPa
         for ways in (_ON_ARRIVAL_LABELS, _GIVEN_STATE_LABELS)
     )
     left_out = [(label, reasons(entry.left_out)) for label, entry in named if entry.left_out]
-    known = [(label, deployment.latency[name]) for name, label in LATENCIES.items()]
+    known = [(label, deployment.latency[name]) for name, label in LATENCY_TITLES.items()]
     runs = [(f"`{run}`", *_group(label, e)) for label, entry in known for run, e in entry.by_run.items()]
     phases = [(_phase(e), *_group(label, e)) for label, entry in known for e in entry.by_phase]
     return (

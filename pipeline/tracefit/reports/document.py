@@ -15,10 +15,10 @@ from tracefit.errors import printable
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from tracefit.coefficients.documents import Answer
+    from tracefit.coefficients.documents import VerdictAnswer
 
 
-_NUMBER = re.compile(r"[-+<]?[\d,.]+(e[-+]?\d+)?( %)?|-?")
+_NUMBER_PATTERN = re.compile(r"[-+<]?[\d,.]+(e[-+]?\d+)?( %)?|-?")
 
 T = TypeVar("T")
 Trace: TypeAlias = dict[str, object]
@@ -45,7 +45,9 @@ class Table:
         """Return for each column whether all its cells are numbers, which are aligned to the right."""
         columns = (tuple(row[k] for row in self.rows) for k in range(len(self.head)))
         # Some cells may be empty, but not all of them.
-        return tuple(any(cells) and all(_NUMBER.fullmatch(cell) for cell in cells) for cells in columns)
+        return tuple(
+            any(cells) and all(_NUMBER_PATTERN.fullmatch(cell) for cell in cells) for cells in columns
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +69,7 @@ class UseVerdict:
     """Whether models are good enough for one use, and the reason in a sentence."""
 
     use: str
-    answer: Answer
+    answer: VerdictAnswer
     sentence: str
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 HOLDOUT = "Measured on the hold-out, the last 30 % of each run in time, which no model was fitted on."
 RAISE_EVENT_LIMIT = "set `OTEL_SPAN_EVENT_COUNT_LIMIT` above 128 on the server"
 _NAMED_RUNS = 5
-_PHASES = {"decodes": "without prompts", "prompts": "with prompts"}
+_PHASE_TEXTS = {"decodes": "without prompts", "prompts": "with prompts"}
 
 
 class Fact(NamedTuple):
@@ -116,7 +116,9 @@ def not_compared(points: Sequence[str], reason: str) -> str:
 
 def expected_within(p90_ape_pct: Mapping[str, float]) -> str:
     """Say what errors a transferred model is expected to have."""
-    limits = [f"{percent(pct)} % {_PHASES[name]}" for name, pct in p90_ape_pct.items() if name in _PHASES]
+    limits = [
+        f"{percent(pct)} % {_PHASE_TEXTS[name]}" for name, pct in p90_ape_pct.items() if name in _PHASE_TEXTS
+    ]
     if not limits:
         return "its errors are not known"
     return f"nine of ten steps are expected within {in_words(limits)}"

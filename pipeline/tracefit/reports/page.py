@@ -39,7 +39,7 @@ _MARKED = re.compile(r"[*`%]")
 _CODES = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 """Control codes, which HTML has no place for either."""
 
-_LONG = 60
+_LONG_TABLE_ROWS = 60
 """Characters above which a cell is prose, which a narrow screen puts below its row."""
 
 _PERCENT = "\N{NO-BREAK SPACE}%"
@@ -57,13 +57,13 @@ def html_page(report: Report) -> str:
         lstrip_blocks=True,
         finalize=_without_codes,
     )
-    environment.globals.update(answers=_ANSWERS, long=_LONG)
+    environment.globals.update(answers=_ANSWERS, long=_LONG_TABLE_ROWS)
     environment.filters.update(
         anchor=lambda part: anchors[id(part)],
         inline=inline,
         kind=lambda part: type(part).__name__,
         plain=plain,
-        wordy=lambda table: any(len(cell) > _LONG for row in table.rows for cell in row),
+        wordy=lambda table: any(len(cell) > _LONG_TABLE_ROWS for row in table.rows for cell in row),
     )
     texts = files("tracefit.reports") / "templates"
     style, script = ((texts / f"page.{kind}").read_text(encoding="utf-8") for kind in ("css", "js"))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from tracefit.reports.document import Bullets, section, table
 from tracefit.reports.facts import not_compared, point_load
-from tracefit.tables.points import LATENCIES, STATISTICS
+from tracefit.tables.points import POINT_LATENCIES, STATISTICS
 from tracefit.text import count, number, plural, sentence
 
 if TYPE_CHECKING:
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from tracefit.reports.document import Section
     from tracefit.results.models import ComparedPoint
 
-_MOST_ROWS, _OPEN_ROWS, _MOST_REASONS = 200, 40, 8
+_MOST_TABLE_ROWS, _OPEN_ROWS, _MOST_POINT_REASONS = 200, 40, 8
 _HEAD = ("point", "load", "prompt", "output", "latency, ms", *STATISTICS)
-_NO_STEPS = "A point has a load and latencies over all its requests, and no request and no step: no model of steps is fitted on it."
+_NO_STEPS_TEXT = "A point has a load and latencies over all its requests, and no request and no step: no model of steps is fitted on it."
 _ALONE = "Latencies are as measured. `tracefit compare OUT POINTS` puts the predictions of a fitted deployment beside them."
 _PREDICTED = "Each cell is measured / predicted: the load is replayed with the models of the point's deployment, which saw none of the points."
 
@@ -35,14 +35,14 @@ def points_section(rows: Sequence[Mapping[str, Any]], compared: Sequence[Compare
     predicted = {
         (point.number, each.name): each.predicted_us for point in compared for each in point.latencies
     }
-    shown = [cells for n, row in enumerate(rows[:_MOST_ROWS], 1) for cells in _rows(n, row, predicted)]
-    open_rows, more = len(shown) <= _OPEN_ROWS, len(rows) - _MOST_ROWS
+    shown = [cells for n, row in enumerate(rows[:_MOST_TABLE_ROWS], 1) for cells in _rows(n, row, predicted)]
+    open_rows, more = len(shown) <= _OPEN_ROWS, len(rows) - _MOST_TABLE_ROWS
     return section(
         "Points of a benchmark",
-        _NO_STEPS,
+        _NO_STEPS_TEXT,
         _PREDICTED if predicted else _ALONE,
         table(_HEAD, shown, folded=None if open_rows else "Latencies by point"),
-        f"{plural(more, 'point')} after the first {count(_MOST_ROWS)} are in the table `points` only."
+        f"{plural(more, 'point')} after the first {count(_MOST_TABLE_ROWS)} are in the table `points` only."
         if more > 0
         else "",
         f"Only the first {count(len(compared))} are predicted here; `tracefit compare` predicts more."
@@ -63,7 +63,7 @@ def _rows(
         number(row["prompt_tokens"]),
         number(row["output_tokens"]),
     )
-    for latency in LATENCIES:
+    for latency in POINT_LATENCIES:
         cells = [
             _cell(row[f"{latency}_{statistic}_us"], predicted.get((n, f"{latency}_{statistic}")))
             for statistic in STATISTICS
@@ -86,9 +86,9 @@ def _reasons(compared: Sequence[ComparedPoint]) -> Bullets | None:
         if point.reason:
             numbers.setdefault(point.reason, []).append(count(point.number))
     lines = [sentence(not_compared(which, reason)) for reason, which in numbers.items()]
-    more = len(lines) - _MOST_REASONS
+    more = len(lines) - _MOST_POINT_REASONS
     return (
-        Bullets((*lines[:_MOST_REASONS], *([f"{plural(more, 'more reason')}."] if more > 0 else [])))
+        Bullets((*lines[:_MOST_POINT_REASONS], *([f"{plural(more, 'more reason')}."] if more > 0 else [])))
         if lines
         else None
     )
@@ -101,6 +101,6 @@ def _written_by(rows: Sequence[Mapping[str, Any]]) -> str:
 
 def _unread(rows: Sequence[Mapping[str, Any]]) -> str:
     names = sorted({name for row in rows for name in json.loads(row["unread"] or "[]")})
-    shown = ", ".join(f"`{name}`" for name in names[:_MOST_REASONS])
-    more = f" and {len(names) - _MOST_REASONS} more" if len(names) > _MOST_REASONS else ""
+    shown = ", ".join(f"`{name}`" for name in names[:_MOST_POINT_REASONS])
+    more = f" and {len(names) - _MOST_POINT_REASONS} more" if len(names) > _MOST_POINT_REASONS else ""
     return f"Columns that are not read: {shown}{more}." if names else ""

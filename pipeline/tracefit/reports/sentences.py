@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from tracefit.coefficients.verdicts import machine_words
 from tracefit.fit.splits import of_means
-from tracefit.models.targets import LATENCIES, is_step_model
+from tracefit.models.targets import LATENCY_TITLES, is_step_model
 from tracefit.reports.document import UseVerdict, Verdicts
 from tracefit.text import count, number, percent, sentence
 
@@ -34,7 +34,7 @@ _FRACTIONS = (
     (90.0, "nine tenths"),
     (100.0, "all"),
 )
-_FEW_ROWS = 50
+_FEW_HELD_OUT = 50
 """Held-out steps below which the errors themselves are uncertain, and the lead says so."""
 
 _MUCH_EXTRAPOLATED_PCT = 10.0
@@ -42,7 +42,7 @@ _MUCH_BIAS_PCT = 3.0
 """Bias of the summed step times from which on capacity planning is no longer a yes."""
 
 _LITTLE_PROMPT_PCT = 25.0
-_MOST_REASONS = 2
+_MOST_VERDICT_REASONS = 2
 """Reasons given with a verdict: the first ones matter most, evaluation.json has all."""
 
 
@@ -105,7 +105,7 @@ def _replayed(deployment: DeploymentEvaluation) -> str:
     run = least_exact_replay(deployment)
     if run is None:
         return ""
-    points = {label: run.of(name)[:2] for name, label in LATENCIES.items()}
+    points = {label: run.of(name)[:2] for name, label in LATENCY_TITLES.items()}
     errors = [
         f"{label} by {' and '.join(f'{q.error_pct:+.1f} %' for q in p50_and_p90)}"
         for label, p50_and_p90 in points.items()
@@ -118,7 +118,9 @@ def _replayed(deployment: DeploymentEvaluation) -> str:
 
 def least_exact_replay(deployment: DeploymentEvaluation) -> RunReplay | None:
     """Return the run with the largest error of its replay; null without a replay."""
-    errors = [(error, run) for run in deployment.replays if (error := run.worst_pct(*LATENCIES)) is not None]
+    errors = [
+        (error, run) for run in deployment.replays if (error := run.worst_pct(*LATENCY_TITLES)) is not None
+    ]
     return max(errors, key=lambda pair: pair[0], default=(None, None))[1]
 
 
@@ -147,7 +149,7 @@ def _limit(deployment: DeploymentEvaluation, entry: Validation) -> str:
     held = entry.holdout.n
     outside = 100 * entry.extrapolated_rows / held if held else 0.0
     # The fact that matters most comes first: with few rows none of the others is certain.
-    if held < _FEW_ROWS:
+    if held < _FEW_HELD_OUT:
         return f"only {count(held)} held-out steps say so"
     if outside >= _MUCH_EXTRAPOLATED_PCT:
         return f"{fraction(outside)} of the held-out load was never trained on"
@@ -210,7 +212,7 @@ def _reason(verdict: Verdict, lost: Mapping[str, str], step_times: str) -> str:
     """Name the measures that decide: those that hold for a yes, those that fail for any other answer."""
     deciding = [c for c in verdict.criteria if c.answer == verdict.answer]
     sentences = list(dict.fromkeys(lost.get(c.reason, _sentence(c, step_times)) for c in deciding))
-    return sentence("; ".join(sentences[:_MOST_REASONS]))
+    return sentence("; ".join(sentences[:_MOST_VERDICT_REASONS]))
 
 
 def _skill(model: str) -> Callable[[float], str]:
@@ -269,7 +271,7 @@ def _sentence(one: Criterion, step_times: str) -> str:
 def least_exact(deployments: Sequence[tuple[str, DeploymentEvaluation]]) -> str:
     """Say how exact the replays and the step times of several deployments are, each given by name and evaluation."""
     replays = [(name, least_exact_replay(deployment)) for name, deployment in deployments]
-    errors = [(run.worst_pct(*LATENCIES) or 0.0, name) for name, run in replays if run is not None]
+    errors = [(run.worst_pct(*LATENCY_TITLES) or 0.0, name) for name, run in replays if run is not None]
     replayed = ""
     if errors:
         error, worst = max(errors, key=lambda pair: pair[0])

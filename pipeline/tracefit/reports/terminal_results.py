@@ -180,17 +180,17 @@ def _warnings(m: models.ModelSummary) -> Iterator[str]:
         yield f"{m.name}: these are errors of means over several steps, no single step was seen"
 
 
-_MOST_RUNS = 3
+_MOST_SHOWN_RUNS = 3
 _MOST_SENDERS = 50
 
 
 def _served(runs: Sequence[RequestGroup]) -> list[str]:
     """Return latencies and rates of each run, those with the most requests first."""
-    shown = sorted(runs, key=lambda run: -run.requests)[:_MOST_RUNS]
+    shown = sorted(runs, key=lambda run: -run.requests)[:_MOST_SHOWN_RUNS]
     rows, lines = [], []
     for run in shown:
         name = f" {run.name}" if len(runs) > 1 else ""
-        for latency, label in targets.LATENCIES.items():
+        for latency, label in targets.LATENCY_TITLES.items():
             q: Quantiles = getattr(run, latency)
             if q.n:
                 rows.append((f"{label}{name}", *map(number, q.percentiles_ms), count(q.n)))
@@ -204,19 +204,21 @@ def _served(runs: Sequence[RequestGroup]) -> list[str]:
 
 def _closed_loop(replays: Sequence[RunReplay]) -> list[str]:
     """Return the errors of replays, the least exact runs first, and why others are not replayed."""
-    worst = {r.run_id: r.worst_pct(*targets.LATENCIES) for r in replays}
+    worst = {r.run_id: r.worst_pct(*targets.LATENCY_TITLES) for r in replays}
     replayed = sorted((r for r in replays if r.quantities), key=lambda r: -(worst[r.run_id] or 0.0))
     rows = []
-    for run in replayed[:_MOST_RUNS]:
+    for run in replayed[:_MOST_SHOWN_RUNS]:
         name = f" {run.run_id}" if len(replayed) > 1 else ""
-        for latency, label in targets.LATENCIES.items():
+        for latency, label in targets.LATENCY_TITLES.items():
             if points := run.of(latency):
                 p50 = points[0]
                 errors = (*(p.error_pct for p in points), *map(p50.error_of, (p50.constant, p50.predicted)))
                 rows.append((f"{label}{name}", *map(_signed, errors), count(run.requests)))
     lines = [indented(columns(_REPLAY_HEAD, rows))] if rows else []
-    if len(replayed) > _MOST_RUNS:
-        lines.append(_noted(f"{plural(len(replayed) - _MOST_RUNS, 'more run')} replayed: see the report"))
+    if len(replayed) > _MOST_SHOWN_RUNS:
+        lines.append(
+            _noted(f"{plural(len(replayed) - _MOST_SHOWN_RUNS, 'more run')} replayed: see the report")
+        )
     missing: dict[str, list[str]] = {}
     for run in (r for r in replays if r.reason):
         missing.setdefault(run.reason or "", []).append(run.run_id)
@@ -367,8 +369,8 @@ def _allowed(deployment: traces.DeploymentInspection) -> str:
 # Requests
 
 
-_METRICS = {**targets.LATENCIES, "queue": "in queue"}
-_POINTS = ("p50", "p90", "p99")
+_METRICS = {**targets.LATENCY_TITLES, "queue": "in queue"}
+_SHOWN_PERCENTILES = ("p50", "p90", "p99")
 
 
 def requests_text(summary: RequestSummary) -> str:
@@ -378,7 +380,7 @@ def requests_text(summary: RequestSummary) -> str:
     counts = f"{total.failed:,} failed, {total.in_flight:,} in flight, {total.preemptions:,} preemptions"
     rates = f"{number(total.output_tokens_per_s)} output tokens/s, {number(total.requests_per_s)} requests/s"
     tokens = f"{total.prompt_tokens:,} prompt and {total.output_tokens:,} output tokens"
-    quantiles = ("n", "mean ms", *(f"{p} ms" for p in _POINTS))
+    quantiles = ("n", "mean ms", *(f"{p} ms" for p in _SHOWN_PERCENTILES))
     metrics = [(_METRICS[name], *_quantile_row(getattr(total, name))) for name in _METRICS]
     phases = [
         (p.phase, number(None if p.share is None else 100 * p.share), *_quantile_row(p.seconds))
@@ -398,7 +400,7 @@ def requests_csv(summary: RequestSummary) -> str:
     """Return one line per group: all, each run, each window of time. Times in seconds."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    points = ("n", "mean", *_POINTS)
+    points = ("n", "mean", *_SHOWN_PERCENTILES)
     plain = [f.name for f in fields(summary.total) if f.name not in _METRICS]
     writer.writerow([*plain, *(f"{m}_{p}" for m in _METRICS for p in points)])
     for group in summary.groups:
@@ -423,7 +425,7 @@ def _groups(groups: Sequence[RequestGroup]) -> str:
         for g in groups
     ]
     latencies = [(g.name, *(cell for q in (g.ttft, g.itl, g.e2e) for cell in _p50_p99(q))) for g in groups]
-    heads = [f"{name} {p}" for name in targets.LATENCIES.values() for p in ("p50", "p99")]
+    heads = [f"{name} {p}" for name in targets.LATENCY_TITLES.values() for p in ("p50", "p99")]
     tables = (
         columns(("", "requests", "failed", "tokens/s", "in queue p50 ms", "p99 ms"), counts),
         columns(("ms", *heads), latencies),
@@ -458,7 +460,7 @@ def request_text(predicted: RequestPrediction) -> str:
     rows = [
         *before,
         (f"prefill ({plural(predicted.prefill_steps, 'step')})", predicted.prefill),
-        *((label, getattr(predicted, name)) for name, label in targets.LATENCIES.items()),
+        *((label, getattr(predicted, name)) for name, label in targets.LATENCY_TITLES.items()),
         *((f"{label}, after E2E", duration) for label, duration in after),
     ]
     return _prediction_text(predicted, rows, [f"range: {text}" for text in predicted.ranges])
@@ -843,8 +845,8 @@ def compare_text(result: models.CompareResult) -> str:
         if not all(d.decides for d in result.drift):
             lines += ["in parentheses: for information, the verdict does not depend on it"]
         lines += ["", f"verdict: {_VERDICTS[result.verdict]}"]
-        lines += [_wrapped(f"  {text}", "    ") for text in result.reasons[:_MOST_REASONS]]
-        if (more := len(result.reasons) - _MOST_REASONS) > 0:
+        lines += [_wrapped(f"  {text}", "    ") for text in result.reasons[:_MOST_SHOWN_REASONS]]
+        if (more := len(result.reasons) - _MOST_SHOWN_REASONS) > 0:
             lines += [f"  and {plural(more, 'more reason')}"]
     return "\n".join([*lines, *(_wrapped(f"note: {text}", "  ") for text in result.notes)])
 
@@ -898,12 +900,12 @@ _DRIFT_HEAD = ("median error %", "in the file", "now", "limit", "bias % now", "r
 
 def _drift_row(d: models.Drift) -> tuple[str, ...]:
     errors = (d.then_mdape_pct, d.now_mdape_pct, d.limit_pct, d.now_bias_pct)
-    verdict = _WORDS[d.verdict] if d.decides else f"({_WORDS[d.verdict]})"
+    verdict = _DRIFT_WORDS[d.verdict] if d.decides else f"({_DRIFT_WORDS[d.verdict]})"
     return (d.model, *(number(v) for v in errors), count(d.rows), count(d.rows_outside), verdict)
 
 
 _SEEN_HEAD = ("ms", "measured", "replayed", "at its speeds", "error", "limit %", "verdict")
-_MOST_REASONS = 6
+_MOST_SHOWN_REASONS = 6
 
 
 def _seen_rows(latencies: Sequence[models.LatencyDrift]) -> Iterator[tuple[str, ...]]:
@@ -912,7 +914,7 @@ def _seen_rows(latencies: Sequence[models.LatencyDrift]) -> Iterator[tuple[str, 
     for each in latencies:
         runs.setdefault(each.run_id, []).append(each)
     worst = sorted(runs, key=lambda run_id: -max(abs(x.error_pct or 0.0) for x in runs[run_id]))
-    for run_id in worst[:_MOST_RUNS]:
+    for run_id in worst[:_MOST_SHOWN_RUNS]:
         for x in runs[run_id]:
             name = x.name.removesuffix("_us").upper().replace("_", " ")
             yield (
@@ -921,11 +923,11 @@ def _seen_rows(latencies: Sequence[models.LatencyDrift]) -> Iterator[tuple[str, 
                 f"{number(x.low / 1e3)} to {number(x.high / 1e3)}",
                 _signed(x.error_pct),
                 number(x.limit_pct),
-                _WORDS[x.verdict],
+                _DRIFT_WORDS[x.verdict],
             )
 
 
-_WORDS = {"good": "good", "drifted": "drifted", "unknown": "cannot tell"}
+_DRIFT_WORDS = {"good": "good", "drifted": "drifted", "unknown": "cannot tell"}
 
 
 _VERDICTS = {

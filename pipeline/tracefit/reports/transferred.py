@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from tracefit.models.validation import Metrics
     from tracefit.reports.document import ReportPart
 
-_KINDS: dict[str, str] = {
+_SOURCE_TEXTS: dict[str, str] = {
     "tensor_parallel": "deployments of the same model and GPU",
     "model": "deployments of other models on the same GPU",
     "gpu": "deployments on other GPUs",
     "model_and_gpu": "deployments of other models on other GPUs",
 }
-_LEFT_OUT = (
+_LEFT_OUT_TEXT = (
     "Each source is left out in turn, and predicted by a law that is fitted to the others. *Nearest* is the most similar of these, its times "
     "for the same batches unchanged; *roofline* the longer of compute and memory at the rated speed; *own fit* the deployment's own model on "
     "its hold-out, the least that a law can reach. *Covered* are the steps within the interval that the others give."
@@ -69,7 +69,9 @@ def transferred_report(
     parts = kept(
         verdicts(deployment),
         Bullets(tuple(f"{text[:1].upper()}{text[1:]}." for text in model.notes)),
-        section("Errors on servers that were left out", _LEFT_OUT, table_of(evaluation.across, _ACROSS)),
+        section(
+            "Errors on servers that were left out", _LEFT_OUT_TEXT, table_of(evaluation.across, _FOLD_COLUMNS)
+        ),
         _calibration(transfer),
         section("The law", _LAW, _law(transfer)),
         Bullets(
@@ -84,7 +86,7 @@ def transferred_report(
 def lead(transfer: schema.Transfer, origin: str) -> str:
     """Say how exact the model is, and how that is known."""
     within = expected_within(transfer.p90_ape_pct)
-    of = f"{plural(len(transfer.sources), 'deployment')} ({_KINDS[transfer.kind]})"
+    of = f"{plural(len(transfer.sources), 'deployment')} ({_SOURCE_TEXTS[transfer.kind]})"
     if origin == "calibrated" and transfer.calibration is not None:
         how = f"a law from {of}, drawn to {count(transfer.calibration.steps)} steps of this server: {within}, as left-out blocks of these show"
     elif not transfer.tested:
@@ -98,7 +100,7 @@ def _pct(errors: Metrics | None) -> str:
     return "-" if errors is None else percent(errors.mape_pct)
 
 
-_ACROSS: dict[str, Callable[[LeftOutErrors], str]] = {
+_FOLD_COLUMNS: dict[str, Callable[[LeftOutErrors], str]] = {
     "left out": lambda one: one.left_out,
     "deployment": lambda one: f"`{one.deployment_id}`",
     "mean error %": lambda one: _pct(one.errors),

@@ -31,7 +31,7 @@ from pydantic import (
 
 from tracefit.errors import UsageError, did_you_mean
 from tracefit.evaluator import MAX_VALUES
-from tracefit.inputs.buckets import place_of
+from tracefit.inputs.buckets import location_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -50,7 +50,7 @@ MAX_DOCUMENT_BYTES = 8 * 1024 * 1024
 # Far above what a configuration needs, far below where Python's recursion ends.
 MAX_NESTING = 64
 
-_BRACKETS = re.compile(r'"(?:[^"\\]++|\\.)*+"?|[\[\]{}]', re.DOTALL)
+_STRINGS_AND_BRACKETS = re.compile(r'"(?:[^"\\]++|\\.)*+"?|[\[\]{}]', re.DOTALL)
 """Brackets; strings are matched whole, so that brackets in them do not count."""
 
 MAX_INTEGER = 2**53  # beyond this a JSON number is no longer exact for other readers
@@ -71,7 +71,7 @@ def read_bytes(path: Path, *, limit_bytes: int = MAX_DOCUMENT_BYTES) -> bytes:
         UsageError: The file cannot be read or is larger than `limit_bytes`.
     """
     try:
-        with place_of(path).open("rb") as file:
+        with location_of(path).open("rb") as file:
             # Read one byte beyond the limit: the size on disk is useless for a pipe or a growing file.
             content = file.read(limit_bytes + 1)
     except OSError as error:
@@ -133,7 +133,7 @@ def _check_json_size(text: str, *, where: str) -> None:
     if max(text.count(mark) for mark in ",[{") > MAX_VALUES:
         raise UsageError(f"is not JSON of fewer than {MAX_VALUES:,} values", where=where)
     depth = 0
-    for match in _BRACKETS.finditer(text):
+    for match in _STRINGS_AND_BRACKETS.finditer(text):
         depth += 1 if match[0] in "[{" else -1 if match[0] in "]}" else 0
         if depth > MAX_NESTING:
             raise UsageError("is nested too deeply", where=where)
@@ -323,7 +323,7 @@ def validated(
         raise _usage_error(first, shape, where=where, key=key, spellings=spellings or {}) from None
 
 
-_WORDS = {
+_ERROR_WORDS = {
     "string_type": "must be text",
     "int_type": "must be a whole number",
     "bool_type": "must be true or false",
@@ -356,9 +356,9 @@ def _usage_error(
             return UsageError(f"{path} is not a known key", where=where, hint=hint)
         case kind:
             text = error["msg"].replace("Input should be", "must be").removeprefix("Value error, ")
-            if kind in _WORDS:
+            if kind in _ERROR_WORDS:
                 unit = "characters" if isinstance(value, str) else "items"
-                text = _WORDS[kind].format(**error.get("ctx", {}), unit=unit)
+                text = _ERROR_WORDS[kind].format(**error.get("ctx", {}), unit=unit)
             # Validators of this package give the whole message; a length needs no excerpt.
             whole = kind == "value_error" or kind.endswith(("_long", "_short"))
             return UsageError(f"{path} {text if whole else f'{text}, not {_shown(value)}'}", where=where)
@@ -384,10 +384,10 @@ def _keys_at(kind: object, path: tuple[int | str, ...]) -> list[str]:
 
 def kind_of(value: object) -> str:
     """Return the kind of a decoded value, in JSON terms."""
-    return _KINDS.get(type(value), type(value).__name__)
+    return _TYPE_TEXTS.get(type(value), type(value).__name__)
 
 
-_KINDS = {
+_TYPE_TEXTS = {
     bool: "true/false",
     int: "a number",
     float: "a number",

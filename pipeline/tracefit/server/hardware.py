@@ -191,7 +191,9 @@ _MAKERS = re.compile(r"^(?:nvidia(?:com)?|tesla|geforce|quadro|amd(?:com)?|insti
 _AROUND = ("gpus?", "shared", "tensorcore", "accelerator", "vws", "nvidia", "amd")
 """Words beside the model that say nothing of it; time-slicing appends `-SHARED`."""
 
-_SIGNS = str.maketrans({"\N{MULTIPLICATION SIGN}": "x", "\N{REGISTERED SIGN}": "", "\N{TRADE MARK SIGN}": ""})
+_SIGN_SPELLINGS = str.maketrans(
+    {"\N{MULTIPLICATION SIGN}": "x", "\N{REGISTERED SIGN}": "", "\N{TRADE MARK SIGN}": ""}
+)
 
 
 def _key(name: str) -> str:
@@ -223,19 +225,19 @@ def _spelling(row: str) -> _Spelling:
     return _Spelling(gpu, model, rf"(?:hgx|dgx|tensorcore)*{model}(?:{'|'.join(beside)})*")
 
 
-_SPELLINGS = tuple(map(_spelling, _TABLE.splitlines()))
+_GPU_SPELLINGS = tuple(map(_spelling, _TABLE.splitlines()))
 
-CATALOGUE: Mapping[str, Gpu] = {spelling.gpu.name: spelling.gpu for spelling in _SPELLINGS}
+CATALOGUE: Mapping[str, Gpu] = {spelling.gpu.name: spelling.gpu for spelling in _GPU_SPELLINGS}
 """GPUs by name."""
 
 _CLOUD_LABELS = {"nvidia-tesla-a100": "A100-40GB-SXM", "nvidia-rtx-pro-6000": "RTX-PRO-6000-Server"}
 """Labels of Google's Kubernetes, whose words alone mean another GPU."""
 
 _VARIANT = re.compile(r"-(?=SXM|PCIe|NVL|\d+GB|Server|Max)")
-_FAMILIES: dict[str, str] = {}
+_GPU_FAMILIES: dict[str, str] = {}
 """Model to the name of its first GPU."""
 for _name in CATALOGUE:
-    _FAMILIES.setdefault(_VARIANT.split(_name)[0], _name)
+    _GPU_FAMILIES.setdefault(_VARIANT.split(_name)[0], _name)
 
 
 def _whole(name: str) -> Gpu | None:
@@ -243,8 +245,8 @@ def _whole(name: str) -> Gpu | None:
     if label := _CLOUD_LABELS.get(name.strip().lower().removesuffix("-shared")):
         return CATALOGUE[label]
     key = _key(name)
-    listed = (spelling.gpu for spelling in _SPELLINGS if _key(spelling.gpu.name) == key)
-    fitting = (spelling.gpu for spelling in _SPELLINGS if re.fullmatch(spelling.pattern, key))
+    listed = (spelling.gpu for spelling in _GPU_SPELLINGS if _key(spelling.gpu.name) == key)
+    fitting = (spelling.gpu for spelling in _GPU_SPELLINGS if re.fullmatch(spelling.pattern, key))
     return next(listed, None) or next(fitting, None)
 
 
@@ -316,7 +318,7 @@ def _one(name: str) -> Gpu | None:
     return whole and _sliced(whole, profile)
 
 
-_COUNTS = tuple(
+_GPU_COUNTS = tuple(
     re.compile(pattern, re.IGNORECASE)
     for pattern in (
         r"\s*(?P<n>\d{1,4})(?:\s*[x*]\s*|\s+)(?P<name>\S.*)",  # 8xH100, 8 x NVIDIA H100, 8 H100
@@ -339,10 +341,10 @@ def find_gpus(name: str) -> tuple[Gpu, int]:
         UnknownGpuError: As `find_gpu`.
     """
     # Patterns take time, and no GPU has so long a name.
-    written = name[:_MOST_NAME_CHARS].translate(_SIGNS) if len(name) <= _MOST_NAME_CHARS else ""
+    written = name[:_MOST_NAME_CHARS].translate(_SIGN_SPELLINGS) if len(name) <= _MOST_NAME_CHARS else ""
     if gpu := _one(written):
         return gpu, 1
-    for pattern in _COUNTS:
+    for pattern in _GPU_COUNTS:
         if (found := pattern.fullmatch(written)) and int(found["n"]) > 0 and (gpu := _one(found["name"])):
             return gpu, int(found["n"])
     raise _unknown(name)
@@ -367,13 +369,15 @@ def _unknown(name: str) -> UnknownGpuError:
             hint="a MIG slice is known by its GPU and its profile, such as H100-SXM MIG 1g.10gb; or give a JSON file that describes it",
         )
     # Cut: matching takes time with the square of the length.
-    names = {_key(name): gpu for name, gpu in (*_FAMILIES.items(), *zip(CATALOGUE, CATALOGUE, strict=True))}
+    names = {
+        _key(name): gpu for name, gpu in (*_GPU_FAMILIES.items(), *zip(CATALOGUE, CATALOGUE, strict=True))
+    }
     close = difflib.get_close_matches(_key(name)[:_MAX_NAME_CHARS], names, n=_SUGGESTIONS, cutoff=0.6)
     meant = dict.fromkeys(names[key] for key in close)
     suggestion = f"did you mean {' or '.join(meant)}? " if meant else ""
     return UnknownGpuError(
         f"GPU {excerpt(name)!r} is not known",
-        hint=f"{suggestion}known: {', '.join(_FAMILIES)}; or give a JSON file that describes it",
+        hint=f"{suggestion}known: {', '.join(_GPU_FAMILIES)}; or give a JSON file that describes it",
     )
 
 

@@ -19,7 +19,7 @@ from tracefit.server.model_keys import (
     DTYPE,
     HIDDEN,
     LEARNED_POSITIONS,
-    MOST_ROWS,
+    MOST_MATRIX_ROWS,
     MOST_WIDTH,
     POSITIONS,
     TIED,
@@ -87,9 +87,11 @@ def _architecture(document: Document, *, where: str, name: str | None) -> ModelA
         stack=stack.layers,
         ffn=stack.ffn,
         gated_ffn=config.family not in UNGATED,
-        vocabulary=config.required(*VOCABULARY, most=MOST_ROWS),
+        vocabulary=config.required(*VOCABULARY, most=MOST_MATRIX_ROWS),
         tied_embeddings=_tied(config),
-        learned_positions=0 if positions is None else config.required(*POSITIONS, most=MOST_ROWS) + positions,
+        learned_positions=0
+        if positions is None
+        else config.required(*POSITIONS, most=MOST_MATRIX_ROWS) + positions,
         lookups=stack.lookups,
         dtype=dtype,
         dtype_bytes=size,

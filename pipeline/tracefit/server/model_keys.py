@@ -97,7 +97,7 @@ KNOWN = frozenset().union(
 )
 """Families whose keys say all the rest."""
 
-DEFAULTS: Mapping[str, Mapping[str, int]] = {
+CONFIG_DEFAULTS: Mapping[str, Mapping[str, int]] = {
     "gemma2": {"sliding_window": 4096},
     "gemma3": {
         "num_attention_heads": 8,
@@ -126,7 +126,7 @@ VOCABULARY = ("vocab_size", "padded_vocab_size")
 POSITIONS = ("max_position_embeddings", "n_positions")
 DTYPE = ("torch_dtype", "dtype")
 
-_SECTIONS = (
+_CONFIG_SECTIONS = (
     ("text_config",),
     ("thinker_config", "text_config"),
     ("thinker_config",),
@@ -136,10 +136,10 @@ _SECTIONS = (
 )
 """Where multimodal configs describe the text model: Llama 4, Gemma 3, Qwen-VL; Qwen-Omni; InternVL; DeepSeek-VL."""
 
-_PARTS = ("attn_config", "ffn_config", "moe")
+_PART_KEYS = ("attn_config", "ffn_config", "moe")
 """Sections of the text model whose keys are as good as its own: of DBRX, and of Mistral's experts."""
 
-_SPELLINGS = {
+_KEY_SPELLINGS = {
     # Of Mistral's params.json, and its section of experts.
     "dim": "hidden_size",
     "n_layers": "num_hidden_layers",
@@ -178,10 +178,10 @@ _OUTER_KEYS = frozenset(
 
 # Far above those of published models. Larger values are damage, and would make lists that fill the memory.
 MOST_NAME = 64
-MOST_LAYERS = 4096
+MOST_MODEL_LAYERS = 4096
 MOST_WIDTH = 2**24
 MOST_HEADS = 2**16
-MOST_ROWS = 2**28
+MOST_MATRIX_ROWS = 2**28
 
 
 @dataclass(slots=True)
@@ -219,7 +219,7 @@ class Config:
         stated = self.find(*keys)
         if stated is not None:
             return validated(whole_number(least, most), stated[1], key=stated[0], where=self.where)
-        default = DEFAULTS.get(self.family, {}).get(keys[0])
+        default = CONFIG_DEFAULTS.get(self.family, {}).get(keys[0])
         if default is not None:
             self._assume(f"{keys[0]} {default} assumed: default of {self.model_type}")
         return default
@@ -263,7 +263,7 @@ class Config:
         value = self.get(key)
         if value is None:
             return None
-        if not isinstance(value, list) or len(value) > MOST_LAYERS or length not in {None, len(value)}:
+        if not isinstance(value, list) or len(value) > MOST_MODEL_LAYERS or length not in {None, len(value)}:
             wanted = "numbers" if length is None else f"{length} numbers, one per layer"
             raise self.fault(f"{key} must be a list of {wanted}")
         number = whole_number(least, most)
@@ -315,7 +315,9 @@ def open_config(document: Document, *, where: str) -> Config:
             hint="give the config.json of the model",
         )
     document = {key: _unquoted(key, value) for key, value in document.items()}
-    inner = _flat(next((part for path in _SECTIONS if (part := _at(document, path)) is not None), document))
+    inner = _flat(
+        next((part for path in _CONFIG_SECTIONS if (part := _at(document, path)) is not None), document)
+    )
     # The type of the text model comes first: it says more than the wrapper's.
     named = inner.get("model_type") or document.get("model_type")
     if named is None and "dim" in inner:
@@ -352,8 +354,8 @@ def _check_usual(config: Config) -> None:
 
 
 _WRITTEN_NUMBER = re.compile(r"-?\d{1,18}(?:(\.\d{1,18})?(e[+-]?\d{1,2})?)", re.ASCII | re.IGNORECASE)
-_WORDS = {"true": True, "True": True, "false": False, "False": False, "null": None, "None": None}
-_TEXTS = frozenset({*DTYPE, "_name_or_path", "model_type", "moe_layers_enum"})
+_TRUTH_WORDS = {"true": True, "True": True, "false": False, "False": False, "null": None, "None": None}
+_TEXT_KEYS = frozenset({*DTYPE, "_name_or_path", "model_type", "moe_layers_enum"})
 """Keys whose values are text, even if it is that of a number."""
 
 
@@ -363,10 +365,10 @@ def _unquoted(key: str, value: object) -> object:
         return {name: _unquoted(name, item) for name, item in value.items()}
     if isinstance(value, list):
         return [_unquoted(key, item) for item in value]
-    if not isinstance(value, str) or key in _TEXTS:
+    if not isinstance(value, str) or key in _TEXT_KEYS:
         return value
-    if value in _WORDS:
-        return _WORDS[value]
+    if value in _TRUTH_WORDS:
+        return _TRUTH_WORDS[value]
     number = _WRITTEN_NUMBER.fullmatch(value)
     return value if number is None else float(value) if any(number.groups()) else int(value)
 
@@ -381,14 +383,14 @@ def _at(document: Document, path: tuple[str, ...]) -> Document | None:
 
 def _flat(section: Document) -> dict[str, object]:
     """Return the keys of a section with those of its parts, all under one spelling; its own keys win."""
-    parts = [part for key in _PARTS if isinstance(part := section.get(key), Mapping)]
+    parts = [part for key in _PART_KEYS if isinstance(part := section.get(key), Mapping)]
     flat = {
         key: value
         for part in (*parts, section)
         for key, value in part.items()
         if value is not None and (part is section or key != "model_type")
     }
-    for key, usual in _SPELLINGS.items():
+    for key, usual in _KEY_SPELLINGS.items():
         if flat.get(key) is not None and flat.get(usual) is None:
             flat[usual] = flat[key]
     return flat | {usual: flat[key] for key, usual in _WINNERS.items() if flat.get(key) is not None}

@@ -35,8 +35,8 @@ from tracefit.server.model_keys import (
     LAYERS,
     LIGHTNING,
     MOST_HEADS,
-    MOST_LAYERS,
-    MOST_ROWS,
+    MOST_MATRIX_ROWS,
+    MOST_MODEL_LAYERS,
     MOST_WIDTH,
     ONLY_STATES,
     SINGLE_PART,
@@ -59,7 +59,7 @@ _SHARED_WIDTH = ("shared_expert_intermediate_size", "shared_intermediate_size", 
 _SPARSE = ("sparse", "moe", "hash_moe")  # DeepSeek-V4 has the last two: its first layers choose by token
 _GATES = ("attn_output_gate", "attention_output_gate", "mla_use_output_gate")
 
-_READ = frozenset(
+_KEYS_READ = frozenset(
     {
         # The kind of each layer. The first that is set counts; the others say the same.
         *(
@@ -127,7 +127,12 @@ class _Mix(NamedTuple):
     state: bool = False
 
 
-_FULL, _STATE, _BOTH, _NOTHING = _Mix(True), _Mix(False, state=True), _Mix(True, state=True), _Mix(False)
+_FULL_ATTENTION, _STATE, _ATTENTION_AND_STATE, _NO_MIX = (
+    _Mix(True),
+    _Mix(False, state=True),
+    _Mix(True, state=True),
+    _Mix(False),
+)
 
 
 class _Kinds(NamedTuple):
@@ -158,7 +163,7 @@ def read_layers(config: Config, hidden: int) -> Stack:
     experts = _experts(config, count, kinds)
     check_understood(
         config,
-        read=_READ | _READ_IF_COMPRESSED if config.family in COMPRESSED else _READ,
+        read=_KEYS_READ | _READ_IF_COMPRESSED if config.family in COMPRESSED else _KEYS_READ,
         # A model that states none, or none of whose layers has any, is dense.
         has_experts=any(experts) or config.find(*_EXPERTS) is not None,
         has_states=kinds.stated or any(mix.state for mix in kinds.mixes),
@@ -185,20 +190,20 @@ def layer_count(config: Config) -> int:
     """Return the number of layers, which a list of their kinds says too."""
     # LongCat's `num_hidden_layers` counts its attentions in some files.
     is_double = config.family in DOUBLE and config.get("num_layers") is not None
-    count = config.integer(*(("num_layers",) if is_double else LAYERS), most=MOST_LAYERS)
+    count = config.integer(*(("num_layers",) if is_double else LAYERS), most=MOST_MODEL_LAYERS)
     if count is not None:
         return count
     for key in ("layers_block_type", "layer_types", "hybrid_override_pattern"):
         kinds = config.get(key)
-        if isinstance(kinds, list | str) and 0 < len(kinds) <= MOST_LAYERS:
+        if isinstance(kinds, list | str) and 0 < len(kinds) <= MOST_MODEL_LAYERS:
             return len(kinds)
     raise config.missing(*LAYERS)
 
 
 # -- kinds of layers -------------------------------------------------------------------------------------
 
-_LETTERS = {"M": (_STATE, ""), "*": (_FULL, ""), "-": (_NOTHING, "dense"), "E": (_NOTHING, "moe")}
-_PARTS = {"mlp": (_NOTHING, "dense"), "moe": (_NOTHING, "moe")}
+_LETTERS = {"M": (_STATE, ""), "*": (_FULL_ATTENTION, ""), "-": (_NO_MIX, "dense"), "E": (_NO_MIX, "moe")}
+_PART_MIXES = {"mlp": (_NO_MIX, "dense"), "moe": (_NO_MIX, "moe")}
 _WINDOW_KEYS = {
     **dict.fromkeys(("sliding_attention", "local_attention", "local"), "sliding_window"),
     "chunked_attention": "attention_chunk_size",
@@ -210,13 +215,13 @@ _STATE_KINDS = frozenset(
 _FULL_KINDS = frozenset(
     {"full_attention", "attention", "global", "global_attention", "deepseek_sparse_attention"}
 )
-_LAYER_KINDS = _STATE_KINDS | _FULL_KINDS | _WINDOW_KEYS.keys() | _PARTS.keys()
+_LAYER_KINDS = _STATE_KINDS | _FULL_KINDS | _WINDOW_KEYS.keys() | _PART_MIXES.keys()
 
 
 def _kinds(config: Config, count: int) -> _Kinds:
     """Return the kind of each layer, by the first key that says it."""
     if config.family in COMPRESSED:
-        window = config.required("sliding_window", most=MOST_ROWS)
+        window = config.required("sliding_window", most=MOST_MATRIX_ROWS)
         kinds = _compressed_kinds(config, count)
         return _Kinds([_Mix(True, window if kind == "sliding_attention" else None) for kind in kinds])
     for key, read in (
@@ -234,13 +239,13 @@ def _kinds(config: Config, count: int) -> _Kinds:
         if config.get(key) is not None:
             return read(config, key, count)
     if config.family in BESIDE:
-        return _Kinds((_BOTH,) * count)
+        return _Kinds((_ATTENTION_AND_STATE,) * count)
     if config.family in ONLY_STATES:
         return _Kinds((_STATE,) * count, ("",) * count)
     # Qwen3-Next: every n-th layer has full attention, the others a linear one.
     if config.get("linear_num_value_heads") is not None:
         interval = config.required("full_attention_interval")
-        return _Kinds([_STATE if (i + 1) % interval else _FULL for i in range(count)])
+        return _Kinds([_STATE if (i + 1) % interval else _FULL_ATTENTION for i in range(count)])
     return _Kinds([_Mix(True, window) for window in _windows(config, count)], stated=False)
 
 
@@ -270,39 +275,43 @@ def _of_names(config: Config, key: str, count: int) -> _Kinds:
             hint=f"supported: {', '.join(sorted(_LAYER_KINDS))}",
         )
     windows = {
-        kind: config.required(window, most=MOST_ROWS) for kind, window in _WINDOW_KEYS.items() if kind in used
+        kind: config.required(window, most=MOST_MATRIX_ROWS)
+        for kind, window in _WINDOW_KEYS.items()
+        if kind in used
     }
     mixes = [
         _STATE
         if kind in _STATE_KINDS
-        else _PARTS[kind][0]
-        if kind in _PARTS
+        else _PART_MIXES[kind][0]
+        if kind in _PART_MIXES
         else _Mix(True, windows.get(kind))
         for kind in kinds
     ]
     # Where FFNs are layers of their own, the other layers have none.
-    if config.family in SINGLE_PART or used & _PARTS.keys():
-        return _Kinds(mixes, [_PARTS[kind][1] if kind in _PARTS else "" for kind in kinds])
+    if config.family in SINGLE_PART or used & _PART_MIXES.keys():
+        return _Kinds(mixes, [_PART_MIXES[kind][1] if kind in _PART_MIXES else "" for kind in kinds])
     return _Kinds(mixes)
 
 
 def _of_ones(config: Config, key: str, count: int) -> _Kinds:
     """MiniMax: 1 is full attention, 0 a state."""
     ones = config.integers(key, least=0, most=1, length=count) or ()
-    return _Kinds([_FULL if one else _STATE for one in ones])
+    return _Kinds([_FULL_ATTENTION if one else _STATE for one in ones])
 
 
 def _of_windowed(config: Config, key: str, count: int) -> _Kinds:
     """MiMo: 1 is a window, 0 full attention."""
     ones = config.integers(key, least=0, most=1, length=count) or ()
-    window = config.required("sliding_window", "sliding_window_size", most=MOST_ROWS) if any(ones) else None
+    window = (
+        config.required("sliding_window", "sliding_window_size", most=MOST_MATRIX_ROWS) if any(ones) else None
+    )
     return _Kinds([_Mix(True, window if one else None) for one in ones])
 
 
 def _of_period(config: Config, key: str, count: int) -> _Kinds:
     """Jamba: one layer of each period has attention."""
     chosen = _periodic(config, key, "attn_layer_offset", count)
-    return _Kinds([_FULL if one else _STATE for one in chosen])
+    return _Kinds([_FULL_ATTENTION if one else _STATE for one in chosen])
 
 
 def _periodic(config: Config, period: str, offset: str, count: int) -> list[bool]:
@@ -313,7 +322,7 @@ def _periodic(config: Config, period: str, offset: str, count: int) -> list[bool
 def _of_indices(config: Config, key: str, count: int) -> _Kinds:
     """Bamba and LFM2: a list of the layers with attention."""
     listed = set(config.integers(key, least=0, most=count - 1) or ())
-    return _Kinds([_FULL if i in listed else _STATE for i in range(count)])
+    return _Kinds([_FULL_ATTENTION if i in listed else _STATE for i in range(count)])
 
 
 def _of_linear(config: Config, key: str, count: int) -> _Kinds:
@@ -323,7 +332,7 @@ def _of_linear(config: Config, key: str, count: int) -> _Kinds:
     linear = set((section and section.integers("kda_layers", least=1, most=count)) or ())
     if full & linear or len(full | linear) != count:
         raise config.not_understood(key, f"does not say of each of {count} layers which kind it is")
-    return _Kinds([_STATE if i + 1 in linear else _FULL for i in range(count)])
+    return _Kinds([_STATE if i + 1 in linear else _FULL_ATTENTION for i in range(count)])
 
 
 def _of_groups(config: Config, key: str, count: int) -> _Kinds:
@@ -332,7 +341,7 @@ def _of_groups(config: Config, key: str, count: int) -> _Kinds:
         raise config.not_understood(key, "is not understood, and describes layers")
     size = config.required(key)
     whole = count // size * size
-    return _Kinds([_FULL if (i + 1) % size == 0 or i >= whole else _STATE for i in range(count)])
+    return _Kinds([_FULL_ATTENTION if (i + 1) % size == 0 or i >= whole else _STATE for i in range(count)])
 
 
 _COMPRESSED_KINDS = {
@@ -372,7 +381,7 @@ def _windows(config: Config, count: int) -> Sequence[int | None]:
     # Qwen states a window even if it is unused, and the layer from which it applies.
     first = config.integer("max_window_layers", least=0)
     is_used = config.flag("use_sliding_window")
-    window = None if is_used is False else config.integer("sliding_window", most=MOST_ROWS)
+    window = None if is_used is False else config.integer("sliding_window", most=MOST_MATRIX_ROWS)
     if isinstance(letters := config.get("sliding_window_pattern"), str):
         # EXAONE: a letter for each layer of a period, L for a window.
         if not letters or set(letters) - set("LG"):
@@ -398,13 +407,13 @@ def _listed_windows(config: Config, listed: list[object], count: int) -> Sequenc
     if not 0 < period <= count or count % period:
         raise config.fault(f"sliding_window must be a number, or a list that repeats over {count} layers")
     section = replace(config, inner={str(i): value for i, value in enumerate(listed)}, outer={})
-    windows = [section.integer(str(i), most=MOST_ROWS) for i in range(period)]
+    windows = [section.integer(str(i), most=MOST_MATRIX_ROWS) for i in range(period)]
     return windows * (count // period)
 
 
 def _chunks(config: Config, count: int) -> Sequence[int | None]:
     """Return Llama 4's windows: layers with rotary positions see only the chunk of the token."""
-    chunk = config.required("attention_chunk_size", most=MOST_ROWS)
+    chunk = config.required("attention_chunk_size", most=MOST_MATRIX_ROWS)
     # An empty list means the default in published configs.
     if config.get("no_rope_layers") in (None, []):
         interval = config.required("no_rope_layer_interval")
@@ -488,10 +497,10 @@ def _compressed(
     kinds = _compressed_kinds(config, len(heads))
     rates = config.section("compress_rates")
     ratios = {
-        kind: (rates and usual > 1 and rates.integer(kind, least=2, most=MOST_ROWS)) or usual
+        kind: (rates and usual > 1 and rates.integer(kind, least=2, most=MOST_MATRIX_ROWS)) or usual
         for kind, usual in _COMPRESSED_KINDS.items()
     }
-    window, rank = config.required("sliding_window", most=MOST_ROWS), config.required("q_lora_rank")
+    window, rank = config.required("sliding_window", most=MOST_MATRIX_ROWS), config.required("q_lora_rank")
     groups, output_rank = config.required("o_groups", most=MOST_HEADS), config.required("o_lora_rank")
     indexer, topk, _ = _indexer(config, len(heads))
     if topk is None and _CHOOSING in kinds:
@@ -549,7 +558,7 @@ def _of_other(config: Config) -> dict[str, Any]:
 def _cached(config: Config, count: int) -> list[bool]:
     """Return which layers have keys and values of their own."""
     # Gemma 3n: the last layers read those of the last layer before them that is of their kind.
-    shared = config.integer("num_kv_shared_layers", least=0, most=MOST_LAYERS) or 0
+    shared = config.integer("num_kv_shared_layers", least=0, most=MOST_MODEL_LAYERS) or 0
     if shared >= count:
         raise config.fault(f"num_kv_shared_layers {shared} leaves no layer of {count} with keys and values")
     # Hunyuan: the layers of a group read those of its first.
@@ -597,7 +606,7 @@ def _latent(config: Config) -> LatentAttention | None:
 
 def _indexer(config: Config, count: int) -> tuple[Indexer | None, int | None, Sequence[bool]]:
     """Return the indexer of DeepSeek-V3.2, how many tokens it chooses, and which layers have one of their own."""
-    topk = config.integer("index_topk", most=MOST_ROWS)
+    topk = config.integer("index_topk", most=MOST_MATRIX_ROWS)
     if topk is None:
         return None, None, (False,) * count
     indexer = Indexer(config.required("index_n_heads", most=MOST_HEADS), config.required("index_head_dim"))
@@ -782,7 +791,7 @@ def _moe_layer_ids(config: Config, count: int) -> Sequence[int]:
     step = config.integer(*keys) or 1
     # Qwen has `mlp_only_layers`; DeepSeek `first_k_dense_replace` and `moe_layer_freq`, a number or a list
     # with 1 for each MoE layer; Ernie a first and a last. A key that a family does not have changes nothing here.
-    dense = set(config.integers("mlp_only_layers", least=0, most=MOST_LAYERS) or ())
+    dense = set(config.integers("mlp_only_layers", least=0, most=MOST_MODEL_LAYERS) or ())
     first = config.integer("first_k_dense_replace", "moe_layer_start_index", least=0) or 0
     # -1 is the last layer.
     last = config.integer("moe_layer_end_index", least=-1)
@@ -801,7 +810,9 @@ def _enumerated(config: Config, text: object, count: int) -> Sequence[int]:
     """Step: numbers of layers in a text."""
     parts = text.split(",") if isinstance(text, str) else []
     numbers = {
-        int(part) for part in parts if part.strip().isdecimal() and len(part) < len(str(MOST_LAYERS)) + 4
+        int(part)
+        for part in parts
+        if part.strip().isdecimal() and len(part) < len(str(MOST_MODEL_LAYERS)) + 4
     }
     # Layers of multi-token prediction are beyond the last.
     if not parts or len(numbers) != len(parts):
@@ -863,7 +874,9 @@ def _beside(config: Config, hidden: int, count: int) -> tuple[int, int, int]:
     width = config.integer("hidden_size_per_layer_input", least=0) or 0
     rank = config.integer("laurel_rank", least=0) or 0
     copies = config.integer("altup_num_inputs", least=0, most=64) or 1
-    lookups = width * count * config.required("vocab_size_per_layer_input", most=MOST_ROWS) if width else 0
+    lookups = (
+        width * count * config.required("vocab_size_per_layer_input", most=MOST_MATRIX_ROWS) if width else 0
+    )
     return 3 * hidden * width + 2 * hidden * rank, 2 * (copies - 1) * hidden * hidden, lookups
 
 
@@ -897,7 +910,7 @@ def _blocks(config: Config, hidden: int, count: int) -> Stack:
                 raise config.fault(
                     f"block_configs: {kv_heads} KV heads do not divide {heads} attention heads"
                 )
-            window = attention.integer("window_length", most=MOST_ROWS)
+            window = attention.integer("window_length", most=MOST_MATRIX_ROWS)
             attentions = (Attention(heads=heads, kv_heads=kv_heads, head_dim=head_dim, window=window),)
         has_ffn = not (ffn.flag("no_op") or ffn.flag("replace_with_linear"))
         layers.append(

@@ -55,7 +55,7 @@ _EXPERT_ONLY_METHODS = frozenset({"mxfp4", "experts_int8"})
 # Spellings of GPTQ and newer AWQ, older AWQ, others, and compressed-tensors; HQQ.
 _BITS = ("bits", "w_bit", "weight_bits", "num_bits", "nbits")
 # Of transformers, compressed-tensors, fp8 checkpoints, ModelOpt; Quark; HQQ.
-_LEFT_OUT = (
+_LEFT_OUT_KEYS = (
     "modules_to_not_convert",
     "ignore",
     "ignored_layers",
@@ -122,7 +122,7 @@ def quantization_of(config: Config, layers: Sequence[Layer], dtype_bytes: float)
     Bits come from `bits` (GPTQ, AWQ, EXL3, auto-round), `config_groups.*.weights.num_bits` (compressed-tensors, the widest group),
     `load_in_4bit`/`load_in_8bit` (bitsandbytes), the name of a data type (Quark) or of a class (torchao), or the method's name.
     """
-    section = next((s for key in _SECTIONS if (s := config.get(key)) is not None), None)
+    section = next((s for key in _QUANTIZATION_SECTIONS if (s := config.get(key)) is not None), None)
     if section is None:
         return {}
     if not isinstance(section, Mapping):
@@ -159,7 +159,7 @@ def quantization_of(config: Config, layers: Sequence[Layer], dtype_bytes: float)
     return weights
 
 
-_SECTIONS = ("quantization_config", "compression_config", "quantization")
+_QUANTIZATION_SECTIONS = ("quantization_config", "compression_config", "quantization")
 """The first of transformers, the second of older compressed-tensors, the last of Mistral's params.json and MLX."""
 
 
@@ -283,7 +283,7 @@ def _rules(section: Document, dtype_bytes: float, *, where: str) -> Iterator[_Ru
         size = _size_of_part(_part(group, "weights"), where=where)
         yield from (_Rule(target, dtype_bytes if size is None else size) for target in _targets(group))
     yield from _rules_of_methods(section, dtype_bytes, where=where)
-    for key in _LEFT_OUT:
+    for key in _LEFT_OUT_KEYS:
         listed = section.get(key)
         names = listed if isinstance(listed, list) else ()
         yield from (_Rule(name, dtype_bytes) for name in names if isinstance(name, str))
@@ -368,14 +368,21 @@ _OF_GEMMA_4 = {
 }
 """Where Gemma 4 has its FFN and its experts: beside each other, so that a rule for `mlp` is not one for the experts."""
 
-_PREFIXES = ("model.", "language_model.model.", "model.language_model.", "backbone.", "transformer.", "")
+_MODULE_PREFIXES = (
+    "model.",
+    "language_model.model.",
+    "model.language_model.",
+    "backbone.",
+    "transformer.",
+    "",
+)
 _NUMBERED = re.compile(r"^(.*?)\b(?:layers|blocks|h)\.(\d{1,6}|\*)(?:\.(.+)|(\*)?)$", re.DOTALL)
 _OTHER_TOWERS = re.compile(r"vis|audio|tower|encoder|projector|mtp|draft|talker|speech")
-_PLAIN = re.compile(r"[\w.\-]+")
+_PLAIN_MODULE = re.compile(r"[\w.\-]+")
 
 
 def _is_plain(pattern: str) -> bool:
-    return _PLAIN.fullmatch(pattern) is not None
+    return _PLAIN_MODULE.fullmatch(pattern) is not None
 
 
 def _has(field: str, layer: Layer) -> bool:
@@ -487,7 +494,9 @@ class _Matcher:
             return {}
         names = pl.DataFrame({"layer": range(self.count)}).select(
             "layer",
-            name=pl.concat_list(pl.format(prefix + "layers.{}." + name, "layer") for prefix in _PREFIXES),
+            name=pl.concat_list(
+                pl.format(prefix + "layers.{}." + name, "layer") for prefix in _MODULE_PREFIXES
+            ),
         )
         found: dict[int, float] = {}
         exploded = names.explode("name")

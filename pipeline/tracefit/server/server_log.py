@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-MARKS = (
+LOG_MARKS = (
     b"args:",
     b"LLM engine (v",
     b"max_num_batched_tokens=",
@@ -42,9 +42,9 @@ _BUDGET = re.compile(
     r"Chunked prefill is enabled with max_num_batched_tokens=(\d{1,9})\b|'compile_ranges_endpoints': \[(?:\d{1,9}, ){0,20}(\d{1,9})\]"
 )
 """Token budget of a step, which is also the end of the last range of sizes that the engine compiles for."""
-_ENGINE = re.compile(r"LLM engine \(v([\w.+-]{1,40})\) with config: (.*)")
+_ENGINE_LINE = re.compile(r"LLM engine \(v([\w.+-]{1,40})\) with config: (.*)")
 _CACHE = re.compile(r" KV cache size: ([\d,]{1,15}) tokens")
-_BLOCKS = re.compile(r"# GPU blocks: (\d{1,9})\b")
+_GPU_BLOCKS = re.compile(r"# GPU blocks: (\d{1,9})\b")
 
 _OF_ENGINE = (
     *("max_seq_len", "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "quantization"),
@@ -60,7 +60,7 @@ _OF_ENGINE = (
 _ENGINE_ITEM = re.compile(rf"(?:^|, )({'|'.join(_OF_ENGINE)})=('[^'\\]*'|[\w.-]{{1,60}})(?=,|$)")
 
 _CPU_BLOCK_TOKENS = 128
-_CPU_LIMITS, _LIMITS = (2_048, 128), (2_048, 256)
+_CPU_LIMITS, _DEFAULT_LIMITS = (2_048, 128), (2_048, 256)
 _LARGE_LIMITS = ((160, (16_384, 1_024)), (70, (8_192, 1_024)))
 """Token budget and slots of a server by default: on CPUs, for each rank; on other GPUs; and from so many GiB of a GPU's memory on
 (vLLM 0.32, `EngineArgs.get_batch_defaults`)."""
@@ -93,12 +93,12 @@ class ServerStart:
         for name in ("tensor_parallel_size", "pipeline_parallel_size"):
             if isinstance(count := self.stated.get(name), int):
                 ranks *= count
-        budget, slots = _LIMITS
+        budget, slots = _DEFAULT_LIMITS
         if self.device == "cpu":
             budget, slots = (limit * ranks for limit in _CPU_LIMITS)
         elif gpu_memory_gib is not None and not is_a100:
             budget, slots = next(
-                (limits for least, limits in _LARGE_LIMITS if gpu_memory_gib >= least), _LIMITS
+                (limits for least, limits in _LARGE_LIMITS if gpu_memory_gib >= least), _DEFAULT_LIMITS
             )
         block = {"block_size": _CPU_BLOCK_TOKENS} if self.device == "cpu" else {}
         return {"max_num_batched_tokens": budget, "max_num_seqs": slots, **block} if self.device else {}
@@ -114,7 +114,7 @@ def starts_of(lines: Iterable[str]) -> list[ServerStart]:
         if (arguments := _arguments(line)) is not None:
             starts.append(ServerStart(arguments))
             has_engine = False
-        elif (engine := _ENGINE.search(line)) is not None and (not has_engine or not starts):
+        elif (engine := _ENGINE_LINE.search(line)) is not None and (not has_engine or not starts):
             # Every engine of a server prints its configuration: the first one counts. Arguments begin the next start.
             before = starts.pop() if starts else ServerStart()
             starts.append(_with_engine(before, engine[2]))
@@ -129,7 +129,7 @@ def _with_sizes(start: ServerStart, line: str) -> ServerStart:
     stated, cache_tokens, cache_blocks = dict(start.stated), start.cache_tokens, start.cache_blocks
     if budget := _BUDGET.search(line):
         stated.setdefault("max_num_batched_tokens", int(budget[1] or budget[2]))
-    if cache_blocks is None and (blocks := _BLOCKS.search(line)):
+    if cache_blocks is None and (blocks := _GPU_BLOCKS.search(line)):
         cache_blocks = int(blocks[1]) or None
     if cache_tokens is None and (cache := _CACHE.search(line)):
         cache_tokens = int(cache[1].replace(",", "") or 0) or None

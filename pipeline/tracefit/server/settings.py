@@ -116,7 +116,7 @@ class ServerSettings(BaseModel):
 
     def values(self) -> dict[str, Scalar]:
         """Return the stated settings, by field name, in a fixed order."""
-        return {name: value for name in SETTINGS if (value := getattr(self, name)) is not None}
+        return {name: value for name in SETTING_NAMES if (value := getattr(self, name)) is not None}
 
     @property
     def is_sglang(self) -> bool:
@@ -148,25 +148,29 @@ class ServerSettings(BaseModel):
         return {n: value for n, value in self.values().items() if self.sources.get(n) == "measured"}
 
 
-SETTINGS: tuple[str, ...] = tuple(
+SETTING_NAMES: tuple[str, ...] = tuple(
     n for n in ServerSettings.model_fields if n not in {"sources", "other", "unread"}
 )
 """Names of the settings, in the order they are written."""
 
-FLAGS = frozenset(name for name in SETTINGS if ServerSettings.model_fields[name].annotation == Flag)
+SERVER_FLAGS = frozenset(
+    name for name in SETTING_NAMES if ServerSettings.model_fields[name].annotation == Flag
+)
 """Settings that are true or false."""
 
-_COUNTS = frozenset(
-    name for name in SETTINGS if ServerSettings.model_fields[name].annotation == OptionalCount
+_COUNT_SETTINGS = frozenset(
+    name for name in SETTING_NAMES if ServerSettings.model_fields[name].annotation == OptionalCount
 )
 
-TEXTS = frozenset(name for name in SETTINGS if ServerSettings.model_fields[name].annotation == OptionalText)
+TEXTS = frozenset(
+    name for name in SETTING_NAMES if ServerSettings.model_fields[name].annotation == OptionalText
+)
 """Settings that are text."""
 
 _ENGINE_KEYS = frozenset({"engine", "backend", "framework", "server"})
 
 # A deployment id names model, GPU and ranks in words; sampling rates change the trace, not the server.
-_KNOBS = frozenset(SETTINGS) - {
+_KNOBS = frozenset(SETTING_NAMES) - {
     "model",
     "gpu",
     "tensor_parallel",
@@ -207,7 +211,7 @@ ALIASES: Mapping[str, str] = {
 DEFAULT_BLOCK_SIZE = 16
 """vLLM's default of tokens per KV block on GPUs."""
 
-DEFAULTS: Mapping[str, Scalar] = {
+SETTING_DEFAULTS: Mapping[str, Scalar] = {
     "tensor_parallel": 1,
     "pipeline_parallel": 1,
     "data_parallel": 1,
@@ -229,7 +233,7 @@ def canonical_name(key: str) -> str:
     name = key.strip().lstrip("-").replace("-", "_")
     divided = _HUMP.sub("_", name).lower()  # tensorParallelSize
     divided = ALIASES.get(divided, divided)
-    return divided if divided in SETTINGS else ALIASES.get(name.lower(), name.lower())
+    return divided if divided in SETTING_NAMES else ALIASES.get(name.lower(), name.lower())
 
 
 def settings_from(
@@ -255,7 +259,7 @@ def settings_from(
         name = canonical_name(key)
         if value is None:
             continue
-        if name not in SETTINGS:
+        if name not in SETTING_NAMES:
             other[name] = _scalar(value)
         elif name not in stated:
             stated[name], spelled[name] = value, key
@@ -264,7 +268,7 @@ def settings_from(
             first, second = excerpt(stated[name]), excerpt(value)
             raise UsageError(f"{spelled[name]} {first} and {key} {second} contradict", where=where)
     # In the order of the fields, so that files that state the same in another order have the same hash.
-    sources = {name: source for name in SETTINGS if name in stated}
+    sources = {name: source for name in SETTING_NAMES if name in stated}
     document = {**stated, "sources": sources, "other": other}
     return validated(ServerSettings, document, where=where, spellings=spelled)
 
@@ -284,7 +288,7 @@ def merge(base: ServerSettings, overrides: ServerSettings) -> ServerSettings:
     sources = {**base.sources, **overrides.sources}
     changes = {
         **overrides.values(),
-        "sources": {name: sources[name] for name in SETTINGS if name in sources},
+        "sources": {name: sources[name] for name in SETTING_NAMES if name in sources},
         "other": {**base.other, **overrides.other},
         "unread": (*base.unread, *overrides.unread),
     }
@@ -292,8 +296,8 @@ def merge(base: ServerSettings, overrides: ServerSettings) -> ServerSettings:
 
 
 def assume_defaults(settings: ServerSettings) -> ServerSettings:
-    """Fill in vLLM's defaults (`DEFAULTS`) for missing settings, each value marked as assumed."""
-    return merge(settings_from(DEFAULTS, where="vLLM's defaults", source="assumed"), settings)
+    """Fill in vLLM's defaults (`SETTING_DEFAULTS`) for missing settings, each value marked as assumed."""
+    return merge(settings_from(SETTING_DEFAULTS, where="vLLM's defaults", source="assumed"), settings)
 
 
 def settings_to_json(settings: ServerSettings) -> str:
@@ -325,10 +329,19 @@ _MAX_BYTES = 1024 * 1024
 _MAX_LOG_BYTES = 64 * 1024 * 1024  # the log of a server that ran for days
 _MAX_COMMAND_CHARS = 64 * 1024
 # Sections that only group settings.
-_NESTED = {"vllm", "server", "args", "engine_args", "engine_kwargs", "vllm_args", "kv_cache", "hardware"}
+_NESTED_SECTIONS = {
+    "vllm",
+    "server",
+    "args",
+    "engine_args",
+    "engine_kwargs",
+    "vllm_args",
+    "kv_cache",
+    "hardware",
+}
 _MAX_NESTED = 4
 # vLLM reads counts this way: lower case is decimal, upper case binary.
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
+_UNIT_FACTORS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
 _COUNT = re.compile(r"(\d{1,15}(?:\.\d{0,15})?|\.\d{1,15})([kmgKMG]?)", re.ASCII)
 _SGLANG_MODULE = "sglang.launch_server"
 _MODULES = ("vllm.entrypoints.openai.api_server", "vllm.entrypoints.api_server", _SGLANG_MODULE)
@@ -359,9 +372,9 @@ _OTHER_PROGRAMS = {
 }
 """Programs that a container with the server's image may start instead of the server."""
 _IMAGE = "vllm/vllm-openai"  # its entry point is the server: the rest are the server's arguments
-_ENDS = {"&", "&&", "|", "||", ";", ">", ">>", "2>&1", "2>", "&>"}  # of a command in a shell script
+_COMMAND_ENDS = {"&", "&&", "|", "||", ";", ">", ">>", "2>&1", "2>", "&>"}  # of a command in a shell script
 # The server's switches without value; for an option that is not listed, the next word is its value.
-_SWITCHES = FLAGS | {
+_SWITCHES = SERVER_FLAGS | {
     "trust_remote_code",
     "disable_log_requests",
     "disable_log_stats",
@@ -403,7 +416,7 @@ def logged_settings(start: ServerStart, *, where: str) -> ServerSettings:
     known = {
         name: value
         for name, value in start.stated.items()
-        if canonical_name(name) in SETTINGS
+        if canonical_name(name) in SETTING_NAMES
         or name in _KEPT_ARGUMENTS
         or (name.startswith(SPECULATION) and value is not None)
     }
@@ -512,7 +525,7 @@ def _is_description(part: Mapping[str, object], depth: int = 0) -> bool:
     """Return whether a mapping, or one of those that only group settings, states a setting of vLLM's."""
     for key, value in part.items():
         name = canonical_name(str(key))
-        if name in _NESTED:
+        if name in _NESTED_SECTIONS:
             is_list = isinstance(value, list) or (isinstance(value, str) and value.lstrip().startswith("-"))
             is_group = (
                 isinstance(value, Mapping) and depth < _MAX_NESTED and _is_description(value, depth + 1)
@@ -528,21 +541,21 @@ def _stated(part: Document, *, where: str, depth: int = 0) -> Iterator[tuple[str
     """Yield the settings of a mapping and of nested mappings that only group settings."""
     for key, value in part.items():
         name = canonical_name(str(key))
-        if name in _NESTED and isinstance(value, Mapping) and depth < _MAX_NESTED:
+        if name in _NESTED_SECTIONS and isinstance(value, Mapping) and depth < _MAX_NESTED:
             yield from _stated(value, where=where, depth=depth + 1)
-        elif name in _NESTED and isinstance(value, list):
+        elif name in _NESTED_SECTIONS and isinstance(value, list):
             yield from _options([str(item) for item in value], where=where)
-        elif name in _NESTED and isinstance(value, str) and value.lstrip().startswith("-"):
+        elif name in _NESTED_SECTIONS and isinstance(value, str) and value.lstrip().startswith("-"):
             yield from _options(_split(value, where=where), where=where)
-        elif name in SETTINGS and isinstance(value, Mapping | list):
+        elif name in SETTING_NAMES and isinstance(value, Mapping | list):
             raise UsageError(f"{key} must be a single value, not {kind_of(value)}", where=where)
-        elif name in SETTINGS and name not in TEXTS and isinstance(value, str):
+        elif name in SETTING_NAMES and name not in TEXTS and isinstance(value, str):
             # vLLM takes its configuration file as options: `8k` and quoted numbers are read as on a command line.
             if _is_unresolved(value):
                 yield _unresolved(name), value
             else:
                 yield str(key), _literal(value)
-        elif isinstance(value, bool) and name.startswith("no_") and canonical_name(name[3:]) in FLAGS:
+        elif isinstance(value, bool) and name.startswith("no_") and canonical_name(name[3:]) in SERVER_FLAGS:
             yield canonical_name(name[3:]), not value
         else:
             yield str(key), value
@@ -550,7 +563,7 @@ def _stated(part: Document, *, where: str, depth: int = 0) -> Iterator[tuple[str
 
 # -- manifests -------------------------------------------------------------------------------------------
 
-_OF_VLLM = frozenset(SETTINGS) - {"model", "gpu", "dtype", "quantization"}
+_OF_VLLM = frozenset(SETTING_NAMES) - {"model", "gpu", "dtype", "quantization"}
 """Settings whose names show that a mapping or a command is vLLM's; other programs have the names left out here."""
 
 _WORDS_KEYS = ("entrypoint", "command", "cmd", "args", "extra_args")
@@ -634,21 +647,21 @@ def _of_roles(document: Document, *, where: str) -> ServerSettings | None:
     around = [
         (key, value)
         for key, value in _deployed(document, where=where, role="")
-        if canonical_name(key) in _NAMES
+        if canonical_name(key) in _STATED_APART
     ]
     first, second = (
         settings_from([*own, *_missing(around, own)] if own else [], where=where, source="read")
         for own in pairs.values()
     )
     if first.values() == second.values() or not (
-        first.values().keys() - _NAMES and second.values().keys() - _NAMES
+        first.values().keys() - _STATED_APART and second.values().keys() - _STATED_APART
     ):
         return None
     *_, folder, file = ("", *where.replace("\\", "/").split("/"))
     if role := _role_in(file) or _role_in(folder):
         return first if role == _ROLES[0] else second
     ours, theirs = first.values(), second.values()
-    differing = [n for n in SETTINGS if ours.get(n) != theirs.get(n)]
+    differing = [n for n in SETTING_NAMES if ours.get(n) != theirs.get(n)]
     said = ", ".join(f"{n} {_said(ours.get(n))} and {_said(theirs.get(n))}" for n in differing)
     common = {n: value for n, value in ours.items() if n not in differing}
     common |= {n: value for n, value in first.other.items() if second.other.get(n) == value}
@@ -659,7 +672,7 @@ def _of_roles(document: Document, *, where: str) -> ServerSettings | None:
     return settings_from(common, where=where, source="read").model_copy(update={"unread": (doubt,)})
 
 
-_NAMES = frozenset({"model", "gpu"})
+_STATED_APART = frozenset({"model", "gpu"})
 
 
 def _missing(around: list[tuple[str, object]], own: list[tuple[str, object]]) -> list[tuple[str, object]]:
@@ -704,7 +717,7 @@ def _single(part: Mapping[Any, object]) -> Iterator[tuple[str, object]]:
     """Yield the settings of a mapping itself, as far as their values can be of a setting."""
     for key, value in part.items():
         name = canonical_name(str(key))
-        if name in SETTINGS and isinstance(value, str if name in TEXTS else str | int | float):
+        if name in SETTING_NAMES and isinstance(value, str if name in TEXTS else str | int | float):
             yield str(key), value if name in TEXTS else _literal(str(value))
 
 
@@ -748,7 +761,7 @@ _ASSIGNMENT = re.compile(
     r"""^[ \t]*(?:export[ \t]+|readonly[ \t]+|declare[ \t]+(?:-\w+[ \t]+)*)?([A-Za-z_]\w{0,99})=(.{0,1000})$""",
     re.MULTILINE,
 )
-_PLAIN = re.compile(r"[\w./:@=,+%~ -]*", re.ASCII)
+_PLAIN_WORD = re.compile(r"[\w./:@=,+%~ -]*", re.ASCII)
 """Values of variables that mean the same wherever they are put in."""
 _VARIABLE = re.compile(r"\$(?:\{([A-Za-z_]\w{0,99})\}|\(([A-Za-z_]\w{0,99})\)|([A-Za-z_]\w{0,99}))")
 _SUBSTITUTION = re.compile(r"\$\((?!\w{1,100}\))[^()]{0,1000}\)|`[^`]{0,1000}`")
@@ -764,7 +777,7 @@ def _variables(script: str) -> dict[str, str]:
         except ValueError:
             words = []
         # Words behind the value are a command, and the variable is of that one only.
-        is_literal = len(words) <= 1 and _PLAIN.fullmatch("".join(words)) is not None and "$" not in text
+        is_literal = len(words) <= 1 and _PLAIN_WORD.fullmatch("".join(words)) is not None and "$" not in text
         values.setdefault(name, set()).add("".join(words) if is_literal else None)
     return {n: value for n, (value, *others) in values.items() if value is not None and not others}
 
@@ -860,7 +873,7 @@ def _serve_arguments(words: list[str], *, where: str) -> list[str] | None:
 def _until_end(words: list[str]) -> Iterator[str]:
     """Yield the words of a command; the shell may end it right behind a word."""
     for word in words:
-        if word in _ENDS:
+        if word in _COMMAND_ENDS:
             return
         yield word.removesuffix(";")
         if word.endswith(";"):
@@ -909,10 +922,10 @@ def _option_value(flag: str, value: str | None, *, where: str) -> tuple[str, obj
     if value is None:
         if name.startswith("no_") and canonical_name(name[3:]) in _SWITCHES:
             return canonical_name(name[3:]), False
-        if name in SETTINGS and name not in FLAGS:
+        if name in SETTING_NAMES and name not in SERVER_FLAGS:
             raise UsageError(f"{flag} has no value", where=where)
         return name, True
-    if _is_unresolved(value) and name in SETTINGS:
+    if _is_unresolved(value) and name in SETTING_NAMES:
         return _unresolved(name), value
     return name, value if name in TEXTS else _literal(value)
 
@@ -925,7 +938,7 @@ def _literal(value: str) -> object:
     count = _COUNT.fullmatch(value)
     if count is None:
         return value
-    number = float(count[1]) * _UNITS[count[2]]
+    number = float(count[1]) * _UNIT_FACTORS[count[2]]
     return int(number) if number.is_integer() else number
 
 

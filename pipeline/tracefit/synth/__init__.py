@@ -22,7 +22,7 @@ from tracefit.synth.options import (
 )
 
 if TYPE_CHECKING:
-    from tracefit.synth.run import REQUEST_COLUMNS, STEP_COLUMNS, SynthRun, synth, write_run
+    from tracefit.synth.run import TRUE_REQUEST_COLUMNS, TRUE_STEP_COLUMNS, SynthRun, synth, write_run
     from tracefit.synth.scheduler import Request, Scheduler
     from tracefit.synth.spans import Attributes, GeneratedEvent, GeneratedSpan, SpanKind
 
@@ -30,8 +30,8 @@ __all__ = [
     "DEFAULT_PHASES",
     "GPUS",
     "MODELS",
-    "REQUEST_COLUMNS",
-    "STEP_COLUMNS",
+    "TRUE_REQUEST_COLUMNS",
+    "TRUE_STEP_COLUMNS",
     "AdmissionLaw",
     "Attributes",
     "Composition",

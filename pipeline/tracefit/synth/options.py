@@ -217,7 +217,7 @@ class SynthOptions:
             _refuse("name", f"{self.name!r} is not a folder's name")
 
     def _check_numbers(self) -> None:
-        for names, (low, high) in _BOUNDS.items():
+        for names, (low, high) in _OPTION_BOUNDS.items():
             for name in names:
                 value = getattr(self, name)
                 # None means no limit; NaN is outside all bounds.
@@ -250,10 +250,10 @@ _LAWS: Mapping[str, Callable[[SynthOptions], StepLaw]] = {
 }
 _SIZES = ("requests", "tp", "max_num_seqs", "max_num_batched_tokens", "block_size", "steps_per_span")
 _SHARES = ("stop_fraction", "abort_fraction", "chat_fraction", "non_streaming_fraction", "prefix_fraction")
-_RATES = ("hiccup_rate", "step_sampling", "rich_sampling", "journey_sampling")
-_BOUNDS = {
+_SHARE_OPTIONS = ("hiccup_rate", "step_sampling", "rich_sampling", "journey_sampling")
+_OPTION_BOUNDS = {
     (*_SIZES, "epochs", "servers", "num_prefixes", "span_event_limit"): (1, _INFINITE),
-    (*_SHARES, *_RATES): (0, 1),
+    (*_SHARES, *_SHARE_OPTIONS): (0, 1),
     ("noise", "hiccup_us"): (0, _INFINITE),
     # A shorter empty step leaves no room for the stamps in it.
     ("empty_step_us",): (10, _INFINITE),

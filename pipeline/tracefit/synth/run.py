@@ -50,8 +50,8 @@ class SynthRun:
     law: StepLaw  # with its coefficients
     batches: tuple[ExportBatch, ...]  # in the order a collector received them; empty for a record form
     recorded_lines: tuple[bytes, ...]  # lines of a record form, in the order they were written
-    truth_steps: pl.DataFrame  # one row per step, columns as in `STEP_COLUMNS`
-    truth_requests: pl.DataFrame  # one row per request, columns as in `REQUEST_COLUMNS`
+    truth_steps: pl.DataFrame  # one row per step, columns as in `TRUE_STEP_COLUMNS`
+    truth_requests: pl.DataFrame  # one row per request, columns as in `TRUE_REQUEST_COLUMNS`
 
     @property
     def spans(self) -> tuple[GeneratedSpan, ...]:
@@ -81,8 +81,8 @@ def synth(options: SynthOptions) -> SynthRun:
         law=law,
         batches=() if record else tuple(export(options, epochs, emission)),
         recorded_lines=tuple(record(epochs, emission)) if record else (),
-        truth_steps=_frame(_STEPS, [(epoch, step) for epoch in epochs for step in epoch.steps]),
-        truth_requests=_frame(_REQUESTS, [(epoch, one) for epoch in epochs for one in epoch.requests]),
+        truth_steps=_frame(_STEP_FIELDS, [(epoch, step) for epoch in epochs for step in epoch.steps]),
+        truth_requests=_frame(_REQUEST_FIELDS, [(epoch, one) for epoch in epochs for one in epoch.requests]),
     )
 
 
@@ -251,24 +251,24 @@ _LIFE: _Columns[Any] = {
     "server": (pl.Int64, lambda epoch, _: epoch.server),
     "epoch": (pl.Int64, lambda epoch, _: epoch.epoch),
 }
-_BATCH = (
+_BATCH_FIELDS = (
     *("num_prefill_reqs", "num_decode_reqs", "prefill_tokens", "decode_tokens", "recompute_tokens"),
     *("scheduled_tokens", "context_tokens", "prefill_context_tokens", "attention_pairs"),
 )
-_STEPS: _Columns[StepLog] = {
+_STEP_FIELDS: _Columns[StepLog] = {
     **_LIFE,
     **_fields(pl.Int64, "step_id", "start_ns", "end_ns"),
     "cycle_us": (pl.Float64, lambda _, step: step.cycle_ns / 1e3),
     **_fields(pl.Float64, "law_us"),
     "schedule_us": (pl.Float64, lambda _, step: step.schedule_ns / 1e3),
     **_fields(pl.Boolean, "is_hiccup"),
-    **_fields(pl.Int64, *_BATCH, part="composition"),
+    **_fields(pl.Int64, *_BATCH_FIELDS, part="composition"),
     "running": (pl.Int64, lambda _, step: step.running_depth),
     "waiting": (pl.Int64, lambda _, step: step.waiting_depth),
     **_fields(pl.Int64, "waiting_tokens", "blocks_free", "num_finished", "num_preempted"),
     **_fields(pl.Boolean, "is_sampled"),
 }
-_REQUESTS: _Columns[Request] = {
+_REQUEST_FIELDS: _Columns[Request] = {
     **_LIFE,
     "request_id": (pl.String, lambda _, request: request.api_id),
     "core_request_id": (pl.String, lambda _, request: request.request_id),
@@ -292,10 +292,10 @@ _REQUESTS: _Columns[Request] = {
     "abort_stage": (pl.String, lambda _, request: request.abort_stage.value or None),
 }
 
-STEP_COLUMNS = {name: kind for name, (kind, _) in _STEPS.items()}
+TRUE_STEP_COLUMNS = {name: kind for name, (kind, _) in _STEP_FIELDS.items()}
 """Columns of the steps' truth; times monotonic, `law_us` is `cycle_us` without noise and hiccups."""
 
-REQUEST_COLUMNS = {name: kind for name, (kind, _) in _REQUESTS.items()}
+TRUE_REQUEST_COLUMNS = {name: kind for name, (kind, _) in _REQUEST_FIELDS.items()}
 """Columns of the requests' truth; queue state is that at its QUEUED."""
 
 

@@ -88,7 +88,7 @@ class ExportBatch:
 
 # -- emission --------------------------------------------------------------------------------------------
 
-_API, _CORE, _STEP, _STOCK = "vllm.api", "vllm.scheduler", "vllm.scheduler.step", "vllm.tracing.otel"
+_API, _CORE, _STEPS_SCOPE, _STOCK = "vllm.api", "vllm.scheduler", "vllm.scheduler.step", "vllm.tracing.otel"
 _SGLANG = "sglang server"
 # OTLP's SpanFlags: bit 8 says that bit 9, "the parent is in another process", is meant.
 _FLAGS_ROOT, _FLAGS_CHILD_OF_REMOTE = 0x100, 0x300
@@ -335,7 +335,7 @@ class Emitter:
             "scheduler.step_range_end": last,
         }
         ids = self._hex(16), self._hex(8), ""
-        return self._span((_STEP, f"scheduler_steps_{sequence}"), ids, unix_ns, attributes, events)
+        return self._span((_STEPS_SCOPE, f"scheduler_steps_{sequence}"), ids, unix_ns, attributes, events)
 
     def _step_events(self, step: StepLog) -> Iterator[GeneratedEvent]:
         # The emitter's `step.duration_us` is the time in schedule(), whatever its name says.

@@ -25,7 +25,7 @@ _NEAR_NS = 10_000_000
 _MOST_PAIRS = 300_000
 """Pairs of equal length that are compared at once to find an offset."""
 
-_LEAST_COMPARED = 16
+_LEAST_COMPARED_ARRIVALS = 16
 """Fewest requests that are compared with many pairs."""
 
 _LEAST_PART = 8
@@ -34,13 +34,13 @@ _LEAST_PART = 8
 _FEW_PAIRS = 1_000
 """Two requests agree on an offset by chance only among more pairs than these."""
 
-_LEAST_SHARE, _LEAST_OF_ALL = 0.5, 0.2
+_LEAST_MATCHED_SHARE, _LEAST_OF_ALL = 0.5, 0.2
 """Least share of the requests that agree on an offset: of those that spans could match by it, and of all."""
 
 _LEAST_TIMES_CHANCE = 3.0
 """An offset needs so many times the pairs that agree on any offset by chance."""
 
-_MOST_BY_CHANCE, _NEIGHBOURS, _LEAST_LOCAL = 0.005, 33, 0.5
+_MOST_BY_CHANCE, _NEIGHBOURING_ARRIVALS, _LEAST_LOCAL = 0.005, 33, 0.5
 """Where a larger share of the requests has a request of its length by chance, a pair counts only among neighbours with pairs."""
 
 _MOST_HALVINGS, _MOST_VOTES = 5, 64
@@ -57,8 +57,8 @@ OTHER_RUN = (
 OUTSIDE = "sent before or after the time that the spans cover"
 NOT_TRACED = "no span has their length at their time, as for requests that are not traced or tokens counted in another way"
 
-_PAIRS: dict[str, type[pl.DataType]] = {
-    "place": pl.UInt32,
+_PAIR_TYPES: dict[str, type[pl.DataType]] = {
+    "position": pl.UInt32,
     "client": pl.UInt32,
     "row": pl.UInt32,
     "apart": pl.Int64,
@@ -83,14 +83,14 @@ def pairs_by_arrival(sent: pl.DataFrame, received: pl.DataFrame) -> tuple[pl.Dat
         client and row, the row numbers of both sides; and client, reason of the others.
     """
     received = received.sort("arrival_ns", "row")
-    free, pairs = received, [pl.DataFrame(schema=_PAIRS)]
+    free, pairs = received, [pl.DataFrame(schema=_PAIR_TYPES)]
     reasons = [pl.DataFrame(schema={"client": pl.UInt32, "reason": pl.String})]
     benchmarks = sent.sort("arrival_ns", "row").partition_by("benchmark", maintain_order=True)
     for benchmark in benchmarks:
-        requests = benchmark.rename({"row": "client"}).with_row_index("place")
+        requests = benchmark.rename({"row": "client"}).with_row_index("position")
         rough = _grown(requests, free, _first_pairs(requests, free))
         # By the offsets of their neighbours, requests that are near each other are distinguished.
-        expected = requests.join(_smoothed(rough), on="place", maintain_order="left")
+        expected = requests.join(_smoothed(rough), on="position", maintain_order="left")
         moved = expected.with_columns(arrival_ns=pl.col("arrival_ns") + pl.col("ahead"))
         matched = _grown(requests, free, _nearest(requests, moved, free, _SAME_NS))
         free = free.join(matched, on="row", how="anti", maintain_order="left")
@@ -100,8 +100,8 @@ def pairs_by_arrival(sent: pl.DataFrame, received: pl.DataFrame) -> tuple[pl.Dat
 
 
 def _first_pairs(requests: pl.DataFrame, free: pl.DataFrame) -> pl.DataFrame:
-    """Return the pairs (`_PAIRS`) that agree on an offset: of the whole benchmark, of its halves if it has none, and of the rest."""
-    pairs = [pl.DataFrame(schema=_PAIRS)]
+    """Return the pairs (`_PAIR_TYPES`) that agree on an offset: of the whole benchmark, of its halves if it has none, and of the rest."""
+    pairs = [pl.DataFrame(schema=_PAIR_TYPES)]
     waiting = [(requests, 0)]
     for _ in range(_MOST_VOTES):
         if not waiting:
@@ -115,7 +115,7 @@ def _first_pairs(requests: pl.DataFrame, free: pl.DataFrame) -> pl.DataFrame:
                 agreeing = _in_company(some, free, agreeing)
             pairs.append(agreeing)
             free = free.join(agreeing, on="row", how="anti", maintain_order="left")
-            rest = some.join(agreeing, on="place", how="anti", maintain_order="left")
+            rest = some.join(agreeing, on="position", how="anti", maintain_order="left")
             if agreeing.height and rest.height >= _LEAST_PART:
                 waiting.append((rest, halvings))
         elif halvings < _MOST_HALVINGS and some.height >= 2 * _LEAST_PART:
@@ -127,7 +127,7 @@ def _first_pairs(requests: pl.DataFrame, free: pl.DataFrame) -> pl.DataFrame:
 def _offset(sent: pl.DataFrame, received: pl.DataFrame, least: int) -> _Offset | None:
     """Return the offset that most pairs of equal length agree on; null if too few do."""
     joined = _pairs_of_equal_length(sent, received)
-    apart, places, rows = (joined[name].to_numpy() for name in ("apart", "place", "row"))
+    apart, positions, rows = (joined[name].to_numpy() for name in ("apart", "position", "row"))
     if not apart.size:
         return None
     compared = int(joined["compared"][0])
@@ -142,17 +142,20 @@ def _offset(sent: pl.DataFrame, received: pl.DataFrame, least: int) -> _Offset |
             continue
         window = slice(best, until[best])
         ahead = int(np.median(apart[window]))
-        agreeing = min(np.unique(places[window]).size, np.unique(rows[window]).size)
+        agreeing = min(np.unique(positions[window]).size, np.unique(rows[window]).size)
         first, last = (int(sent["arrival_ns"][at]) + ahead for at in (0, -1))
         at_that_time = int(received["arrival_ns"].is_between(first - scatter, last + scatter).sum())
-        needed = _LEAST_SHARE * min(compared, at_that_time), _LEAST_OF_ALL * min(compared, received.height)
+        needed = (
+            _LEAST_MATCHED_SHARE * min(compared, at_that_time),
+            _LEAST_OF_ALL * min(compared, received.height),
+        )
         if agreeing >= max(least, *needed):
             return _Offset(ahead, scatter)
     return None
 
 
 def _pairs_of_equal_length(sent: pl.DataFrame, received: pl.DataFrame) -> pl.DataFrame:
-    """Return pairs of equal output lengths: place, row, apart (how far the server's time is ahead, in ns, increasing), compared.
+    """Return pairs of equal output lengths: position, row, apart (how far the server's time is ahead, in ns, increasing), compared.
 
     If there are very many, only the middle ones of the client's requests are `compared`, and if that does not do, the server's first ones.
     """
@@ -162,20 +165,20 @@ def _pairs_of_equal_length(sent: pl.DataFrame, received: pl.DataFrame) -> pl.Dat
         return int(of.join(received_of, on="output_tokens")["received"].sum())
 
     if (pairs := count(sent)) > _MOST_PAIRS:
-        some = max(sent.height * _MOST_PAIRS // pairs, min(_LEAST_COMPARED, sent.height))
+        some = max(sent.height * _MOST_PAIRS // pairs, min(_LEAST_COMPARED_ARRIVALS, sent.height))
         sent = sent.slice((sent.height - some) // 2, some)
         received = received.head(max(int(received.height * _MOST_PAIRS / max(count(sent), _MOST_PAIRS)), 1))
     joined = sent.join(received, on="output_tokens", suffix="_server")
     apart = pl.col("arrival_ns_server") - pl.col("arrival_ns")
-    return joined.select("place", "row", apart=apart, compared=pl.lit(sent.height)).sort(
-        "apart", "place", "row"
+    return joined.select("position", "row", apart=apart, compared=pl.lit(sent.height)).sort(
+        "apart", "position", "row"
     )
 
 
 def _nearest(
     requests: pl.DataFrame, expected: pl.DataFrame, free: pl.DataFrame, scatter_ns: int
 ) -> pl.DataFrame:
-    """Return the pairs (`_PAIRS`) of requests with the nearest of equal length, each once.
+    """Return the pairs (`_PAIR_TYPES`) of requests with the nearest of equal length, each once.
 
     Args:
         requests: The requests of the benchmark.
@@ -184,7 +187,7 @@ def _nearest(
         scatter_ns: The most that the arrivals may differ by.
     """
     joined = (
-        expected.select("place", "arrival_ns", "output_tokens")
+        expected.select("position", "arrival_ns", "output_tokens")
         .sort("arrival_ns")
         .join_asof(
             free.select("row", "output_tokens", "arrival_ns", at_ns="arrival_ns"),
@@ -196,10 +199,10 @@ def _nearest(
         )
     )
     error = (pl.col("at_ns") - pl.col("arrival_ns")).abs()
-    once = joined.drop_nulls("row").sort(error, "place").unique("row", keep="first", maintain_order=True)
-    stated = requests.select("place", "client", sent_ns="arrival_ns")
-    return once.join(stated, on="place", how="left").select(
-        "place", "client", "row", apart=pl.col("at_ns") - pl.col("sent_ns")
+    once = joined.drop_nulls("row").sort(error, "position").unique("row", keep="first", maintain_order=True)
+    stated = requests.select("position", "client", sent_ns="arrival_ns")
+    return once.join(stated, on="position", how="left").select(
+        "position", "client", "row", apart=pl.col("at_ns") - pl.col("sent_ns")
     )
 
 
@@ -214,16 +217,16 @@ def _lasted_ns(requests: pl.DataFrame) -> int:
 
 
 def _in_company(sent: pl.DataFrame, received: pl.DataFrame, pairs: pl.DataFrame) -> pl.DataFrame:
-    """Return the pairs (`_PAIRS`) most of whose neighbours have pairs too, as far as the server traces them."""
+    """Return the pairs (`_PAIR_TYPES`) most of whose neighbours have pairs too, as far as the server traces them."""
     traced = received.height * _lasted_ns(sent) / (_lasted_ns(received) * sent.height)
-    has_pair = pl.col("place").is_in(pairs["place"].implode()).cast(pl.Float64)
-    local = has_pair.rolling_mean(_NEIGHBOURS, center=True, min_samples=1)
+    has_pair = pl.col("position").is_in(pairs["position"].implode()).cast(pl.Float64)
+    local = has_pair.rolling_mean(_NEIGHBOURING_ARRIVALS, center=True, min_samples=1)
     dense = sent.filter(local >= _LEAST_LOCAL * min(1.0, traced))
-    return pairs.join(dense, on="place", how="semi", maintain_order="left")
+    return pairs.join(dense, on="position", how="semi", maintain_order="left")
 
 
 def _grown(requests: pl.DataFrame, free: pl.DataFrame, pairs: pl.DataFrame) -> pl.DataFrame:
-    """Return pairs (`_PAIRS`) with those of further requests, found with the offsets of their neighbours."""
+    """Return pairs (`_PAIR_TYPES`) with those of further requests, found with the offsets of their neighbours."""
     steps = [(_REACH, _NEAR_NS), (_REACH, _SAME_NS)]
     steps += [
         (requests.height, scatter_ns)
@@ -237,7 +240,7 @@ def _grown(requests: pl.DataFrame, free: pl.DataFrame, pairs: pl.DataFrame) -> p
         found = pairs.clear()
         for side in ("before", "after"):
             expected = _expected(requests, pairs, *steps[0][:1])
-            rest = expected.drop_nulls(side).join(found, on="place", how="anti", maintain_order="left")
+            rest = expected.drop_nulls(side).join(found, on="position", how="anti", maintain_order="left")
             moved = rest.with_columns(arrival_ns=pl.col("arrival_ns") + pl.col(side))
             new = _nearest(requests, moved, free, steps[0][1])
             free = free.join(new, on="row", how="anti", maintain_order="left")
@@ -251,16 +254,16 @@ def _grown(requests: pl.DataFrame, free: pl.DataFrame, pairs: pl.DataFrame) -> p
 def _expected(requests: pl.DataFrame, pairs: pl.DataFrame, reach: int) -> pl.DataFrame:
     """Return the requests without a pair, with the offsets of the nearest pairs `before` and `after`, null beyond `reach`."""
     return (
-        requests.join(_smoothed(pairs), on="place", how="left", maintain_order="left")
+        requests.join(_smoothed(pairs), on="position", how="left", maintain_order="left")
         .with_columns(before=pl.col("ahead").forward_fill(reach), after=pl.col("ahead").backward_fill(reach))
         .filter(pl.col("ahead").is_null())
     )
 
 
 def _smoothed(pairs: pl.DataFrame) -> pl.DataFrame:
-    """Return the offset at each pair, the median of those around it: place, ahead."""
+    """Return the offset at each pair, the median of those around it: position, ahead."""
     smoothed = pl.col("apart").rolling_median(_SMOOTHED, center=True, min_samples=1)
-    return pairs.sort("place").select("place", ahead=smoothed.round().cast(pl.Int64))
+    return pairs.sort("position").select("position", ahead=smoothed.round().cast(pl.Int64))
 
 
 def _reasons(requests: pl.DataFrame, pairs: pl.DataFrame, received: pl.DataFrame) -> pl.DataFrame:

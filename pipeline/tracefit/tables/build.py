@@ -24,7 +24,7 @@ from tracefit.statistics import divided
 from tracefit.tables import dialects, schema
 from tracefit.tables.clocks import api_clocks
 from tracefit.tables.epochs import (
-    MARKS,
+    MARK_TYPES,
     RECORDED_MARKS,
     in_benchmark,
     in_epoch,
@@ -60,8 +60,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tracefit.options import BuildLimits
-    from tracefit.tables.places import Place
     from tracefit.tables.spread import Spread
+    from tracefit.tables.storage import Storage
     from tracefit.tables.store import ReadFile, RunsWriter, WrittenTable
 
 
@@ -108,7 +108,7 @@ class UnlikeRunsError(Exception):
 def build_tables(
     runs: Sequence[TracedRun],
     *,
-    place: Place,
+    storage: Storage,
     scratch: Path,
     writer: RunsWriter,
     limits: Mapping[str, float],
@@ -119,7 +119,7 @@ def build_tables(
 
     Args:
         runs: The runs; several only if they are small, in the order of their ids.
-        place: Where the staged parts are.
+        storage: Where the staged parts are.
         scratch: A folder on disk for rows that do not fit into memory; every process that `spread` uses sees it.
         writer: Takes the tables.
         limits: Settings of the servers that bound values of the tables; one that a run contradicts is not used.
@@ -129,13 +129,13 @@ def build_tables(
     Raises:
         UnlikeRunsError: They have to be built one by one.
     """
-    resolved = resolve(place, parts_of([run.files for run in runs]), several=len(runs) > 1, spread=spread)
-    bounds = window_bounds(place, resolved, memory_limits.window_bytes)
+    resolved = resolve(storage, parts_of([run.files for run in runs]), several=len(runs) > 1, spread=spread)
+    bounds = window_bounds(storage, resolved, memory_limits.window_bytes)
     job = _Job(tuple(run.run_id for run in runs), scratch, memory_limits, spills=len(bounds) > 1)
-    windows = (Window.of(place, resolved, *each) for each in bounds)
+    windows = (Window.of(storage, resolved, *each) for each in bounds)
     starts, sieve = _epoch_starts(job, spread, windows, Sieve(limits, resolved.clocks))
     collected = _Collected(job)
-    windows = (Window.of(place, resolved, *each) for each in bounds)
+    windows = (Window.of(storage, resolved, *each) for each in bounds)
     for rows in spread(partial(_rows_in, job, sieve, starts), windows):
         collected.add(rows)
     spans_read, has_stages = resolved.spans_read, resolved.owners.height > 0
@@ -194,7 +194,7 @@ def _epoch_starts(
 ) -> tuple[pl.DataFrame, Sieve]:
     """Scan the marks of the whole run in the order of their clock; return the epochs, and the sieve for odd rows."""
     marks = _marks(job.space())
-    marks.add(pl.DataFrame(schema=MARKS))
+    marks.add(pl.DataFrame(schema=MARK_TYPES))
     values, above = _Counts(), _Counts()
     for of_window, *counts in spread(partial(_marks_in, job, sieve), windows):
         marks.add_all(of_window)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 BENCHMARK_DIGITS = 8
 """Digits of a client's trace id that name its benchmark."""
 
-TIMES = ("client_ttft_us", "client_itl_us", "client_e2e_us")
+CLIENT_TIMES = ("client_ttft_us", "client_itl_us", "client_e2e_us")
 _SERVER_ID = r"^(?:chat)?cmpl-|-[0-9]{1,2}$"
 _NOT_SENT = f"{int(NOT_SENT_S * 1e9):016x}"
 """The end of the trace id of a request whose file does not say when it was sent: that of its start."""
@@ -29,7 +29,7 @@ _NOT_SENT = f"{int(NOT_SENT_S * 1e9):016x}"
 _BY_ID_SHARE = 0.5
 """If at least this share of a benchmark's requests match by id, the ids are the server's, and the others match none."""
 
-_LEAST_COMPARED, _ALIKE_SHARE, _ALIKE = 3, 0.8, 3.0
+_LEAST_COMPARED_TIMES, _ALIKE_SHARE, _ALIKE_TIMES = 3, 0.8, 3.0
 """A unit is wrong if at least so many latencies of a benchmark, and this share of them, are off by a power of 1,000 within this factor:
 a queue before the server makes some of them long, in no proportion to the server's."""
 
@@ -39,7 +39,7 @@ FAILED = "failed at the client"
 NO_LENGTH = "no length to match by"
 NO_ARRIVAL = "the client does not say when they were sent"
 
-_NEAR, _MIN_NEAR = 0.05, 0.9
+_NEAR_TIMES, _MIN_NEAR = 0.05, 0.9
 """If at least this share of the requests have output lengths this close to the median, all were sent with one length."""
 
 _SHORT, _MIN_SHORT = 0.5, 0.005
@@ -64,7 +64,7 @@ def with_asked_lengths(requests: pl.DataFrame) -> tuple[pl.DataFrame, int]:
     """
     tokens, decode_us = pl.col("output_tokens"), pl.col("client_e2e_us") - pl.col("client_ttft_us")
     usual = tokens.median().round()
-    is_near = (tokens / usual - 1).abs() <= _NEAR
+    is_near = (tokens / usual - 1).abs() <= _NEAR_TIMES
     is_short = tokens < _SHORT * usual
     lasts = (decode_us / decode_us.median() - 1).abs() <= _SAME_TIME
     timed = requests.drop_nulls(["output_tokens", "client_e2e_us", "client_ttft_us"])
@@ -87,10 +87,10 @@ def with_clients_latencies(requests: pl.DataFrame) -> pl.DataFrame:
     """Return requests with the client's TTFT, ITL and E2E as theirs, in runs whose requests only a client describes.
 
     Args:
-        requests: Rows of the `requests` table with run_id, dialect, `TIMES` and the latencies.
+        requests: Rows of the `requests` table with run_id, dialect, `CLIENT_TIMES` and the latencies.
     """
     only_client = (pl.col("dialect") == CLIENT).fill_null(value=False).all().over("run_id")
-    own = {name.removeprefix("client_"): name for name in TIMES}
+    own = {name.removeprefix("client_"): name for name in CLIENT_TIMES}
     return requests.with_columns(
         pl.when(only_client).then(client).otherwise(name).alias(name) for name, client in own.items()
     )
@@ -139,7 +139,7 @@ def with_client_times(requests: pl.DataFrame) -> tuple[pl.DataFrame, dict[str, i
     by_arrival, unmatched = pairs_by_arrival(sought, received.filter(pl.col("output_tokens") > 0))
     pairs = pl.concat([by_id, by_arrival])
     reasons = pl.concat([known["reason"].drop_nulls(), unmatched["reason"]]).value_counts()
-    measured = client_rows.select("row", "benchmark", *TIMES)
+    measured = client_rows.select("row", "benchmark", *CLIENT_TIMES)
     joined = numbered.drop("benchmark").join(
         pairs.join(measured, left_on="client", right_on="row").drop("client"),
         on="row",
@@ -147,7 +147,7 @@ def with_client_times(requests: pl.DataFrame) -> tuple[pl.DataFrame, dict[str, i
         suffix="_of_client",
         maintain_order="left",
     )
-    filled = joined.with_columns(pl.coalesce(f"{name}_of_client", name).alias(name) for name in TIMES)
+    filled = joined.with_columns(pl.coalesce(f"{name}_of_client", name).alias(name) for name in CLIENT_TIMES)
     kept, faults = _without_wrong_units(filled.filter(~is_client.fill_null(value=False)))
     kept = kept.with_columns(network_us=pl.col("client_ttft_us") - pl.col("ttft_us"))
     return kept.select(requests.columns), dict(reasons.sort("reason").iter_rows()), faults
@@ -160,7 +160,7 @@ def _without_wrong_units(requests: pl.DataFrame) -> tuple[pl.DataFrame, dict[str
         for fault in _unit_faults(rows):
             faults[fault] = faults.get(fault, 0) + rows.height
             is_off = (pl.col("benchmark") == benchmark).fill_null(value=False)
-            requests = requests.with_columns(pl.when(~is_off).then(name).alias(name) for name in TIMES)
+            requests = requests.with_columns(pl.when(~is_off).then(name).alias(name) for name in CLIENT_TIMES)
             break  # the first one says it
     return requests, faults
 
@@ -175,10 +175,10 @@ def _unit_faults(matched: pl.DataFrame) -> Iterator[str]:
     ):
         ratios = matched.select(ratio=ratio).to_series().drop_nulls()
         ratios = ratios.filter(ratios.is_finite() & (ratios > 0))
-        if ratios.len() < _LEAST_COMPARED:
+        if ratios.len() < _LEAST_COMPARED_TIMES:
             continue
         exact = 1000.0 ** power_of(float(ratios.median()))  # type: ignore[arg-type]  # of floats
-        is_alike = (ratios / exact).is_between(1 / _ALIKE, _ALIKE)
+        is_alike = (ratios / exact).is_between(1 / _ALIKE_TIMES, _ALIKE_TIMES)
         fault = unit_fault(f"the client's {what}", "the server's", exact, "s")
         if fault and is_alike.mean() >= _ALIKE_SHARE:
             yield fault
@@ -192,7 +192,7 @@ def _with_latencies(requests: pl.DataFrame) -> pl.DataFrame:
     if not rest.height:
         return requests
     # Several recorded benchmarks repeat ids, which then identify no request.
-    measured = rest.select("request_id", *TIMES).unique("request_id", keep="none")
+    measured = rest.select("request_id", *CLIENT_TIMES).unique("request_id", keep="none")
     sent = requests.filter(is_sent)
     is_unique = pl.len().over("request_id", "dialect") == 1
     matched = sent.with_columns(is_unique=is_unique & is_client).join(
@@ -200,7 +200,7 @@ def _with_latencies(requests: pl.DataFrame) -> pl.DataFrame:
     )
     matched = matched.with_columns(
         pl.when("is_unique").then(pl.coalesce(name, f"{name}_here")).otherwise(name).alias(name)
-        for name in TIMES
+        for name in CLIENT_TIMES
     ).with_columns(
         client_itl_us=pl.when(pl.col("output_tokens") > 1).then(
             (pl.col("client_e2e_us") - pl.col("client_ttft_us")) / (pl.col("output_tokens") - 1)

@@ -39,7 +39,7 @@ _MAX_ERROR_STEPS = 50.0
 _CLEAR_MARGIN_STEPS = 2.0
 """Margin of the best counter over the second best from which on its spans refine the interpolation."""
 
-_ROUNDS = 3
+_CLOCK_ROUNDS = 3
 
 
 def without_lone_clocks(spans: pl.DataFrame) -> pl.DataFrame:
@@ -349,7 +349,7 @@ def _by_agreement(unassigned: pl.DataFrame, certain: pl.DataFrame, marks: pl.Dat
     # Summaries come first: they are exact, and their counter is certain.
     on_counters = timed.filter("is_summary").join(certain, on="span_row", how="inner")
     assigned = certain.clear()
-    for _ in range(_ROUNDS):
+    for _ in range(_CLOCK_ROUNDS):
         assigned = _best_counters(undecided, on_counters)
         clear = assigned.filter(pl.col("margin") > _CLEAR_MARGIN_STEPS).select("span_row", "counter")
         on_counters = timed.join(pl.concat([certain, clear]), on="span_row", how="inner")

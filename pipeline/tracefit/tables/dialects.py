@@ -159,7 +159,7 @@ _API_EVENTS: dict[str, tuple[str, ...]] = {
     "DEPARTED": ("api.DEPARTED", "DEPARTED"),
     "ABORTED": ("api.ABORTED", "ABORTED"),
 }
-_CORE_EVENTS: dict[str, tuple[str, ...]] = {
+_CORE_EVENT_NAMES: dict[str, tuple[str, ...]] = {
     e: (f"journey.{e}", e) for e in ("QUEUED", "SCHEDULED", "FIRST_TOKEN", "PREEMPTED", "FINISHED")
 }
 
@@ -248,7 +248,7 @@ def _phase(span: str, column: str, take: Take) -> Spelling:
     return _times("lifecycle", None, span, column, take)
 
 
-SGLANG = "sglang"
+SGLANG_DIALECT = "sglang"
 """Dialect of SGLang, whose stages are spans below those of threads (`sglang.srt.observability.req_time_stats`)."""
 SGLANG_SCOPE = "sglang server"
 
@@ -281,7 +281,7 @@ _SGLANG_STAGES: tuple[tuple[str, Take, tuple[str, ...]], ...] = (
 
 SPELLINGS: tuple[Spelling, ...] = (
     *_journeys(_API_SCOPE, _API_EVENTS),
-    *_journeys(_CORE_SCOPE, _CORE_EVENTS),
+    *_journeys(_CORE_SCOPE, _CORE_EVENT_NAMES),
     *_journey(_STEP_SCOPE, STEP_EVENT, "steps", _STEP_KEYS),
     *_journey(_STEP_SCOPE, SNAPSHOT_EVENT, "request_snapshots", _SNAPSHOT_KEYS),
     *_attributes(JOURNEY, _API_SCOPE, FRONT_SPAN, _REQUEST_KEYS),
@@ -303,11 +303,11 @@ SPELLINGS: tuple[Spelling, ...] = (
     _phase("vllm_decode", "last_token_ns", "end"),
     _phase("vllm_decode", "decode_us", "duration"),
     _phase("vllm_prefill", "prefill_us", "duration"),
-    *_attributes(SGLANG, SGLANG_SCOPE, None, _SGLANG_REQUEST),
-    *_attributes(SGLANG, SGLANG_SCOPE, None, _RENAMED_LENGTHS | _REQUESTED),
-    *_attributes(SGLANG, SGLANG_SCOPE, None, _SGLANG_LATENCIES, 1e6),
+    *_attributes(SGLANG_DIALECT, SGLANG_SCOPE, None, _SGLANG_REQUEST),
+    *_attributes(SGLANG_DIALECT, SGLANG_SCOPE, None, _RENAMED_LENGTHS | _REQUESTED),
+    *_attributes(SGLANG_DIALECT, SGLANG_SCOPE, None, _SGLANG_LATENCIES, 1e6),
     *(
-        _times(SGLANG, SGLANG_SCOPE, span, column, take)
+        _times(SGLANG_DIALECT, SGLANG_SCOPE, span, column, take)
         for column, take, spans in _SGLANG_STAGES
         for span in spans
     ),
@@ -371,16 +371,16 @@ def _by_column(spellings: Iterable[Spelling]) -> dict[str, tuple[str, ...]]:
 
 
 _OF_EVENTS = [s for s in SPELLINGS if s.event and s.column != "ts_ns"]
-_OF_SPANS = [s for s in SPELLINGS if s.table == "requests" and s.attribute]
+_SPAN_SPELLINGS = [s for s in SPELLINGS if s.table == "requests" and s.attribute]
 
 JOURNEY_KEYS, STEP_KEYS, SNAPSHOT_KEYS = (
     _by_column(s for s in _OF_EVENTS if s.table == table)
     for table in ("journey_events", "steps", "request_snapshots")
 )
-REQUEST_ATTRIBUTES = _by_column(s for s in _OF_SPANS if s.dialect in _WITH_EVENTS)
+REQUEST_ATTRIBUTES = _by_column(s for s in _SPAN_SPELLINGS if s.dialect in _WITH_EVENTS)
 """Column of an API span's row to the attributes that may hold it."""
 
-MODEL_KEYS = _by_column(_OF_SPANS)["model"]
+MODEL_KEYS = _by_column(_SPAN_SPELLINGS)["model"]
 """Attributes of a request's span that name the model."""
 
 TS_NS_KEYS, TS_S_KEYS = (
@@ -400,24 +400,24 @@ class JourneyEvent:
     spellings: tuple[str, ...]
 
 
-_NAMES = [s for s in SPELLINGS if s.attribute == EVENT_NAME and s.scope]
-JOURNEY_EVENTS = tuple(
+_BY_ATTRIBUTE = [s for s in SPELLINGS if s.attribute == EVENT_NAME and s.scope]
+EVENT_KINDS = tuple(
     JourneyEvent(
         event,
         "api" if event in _API_EVENTS else "core",
         scope,
-        _distinct(s.event for s in _NAMES if (s.column, s.scope) == (event, scope)),
+        _distinct(s.event for s in _BY_ATTRIBUTE if (s.column, s.scope) == (event, scope)),
     )
-    for event, scope in dict.fromkeys((s.column, s.scope or "") for s in _NAMES)
+    for event, scope in dict.fromkeys((s.column, s.scope or "") for s in _BY_ATTRIBUTE)
 )
 CORE_ID_SUFFIX = r"-[0-9a-f]{8}$"
 """Suffix that the engine core adds to the client-facing id."""
 
-API_SCOPES = _distinct(kind.scope for kind in JOURNEY_EVENTS if kind.layer == "api")
-CORE_SCOPES = _distinct(kind.scope for kind in JOURNEY_EVENTS if kind.layer == "core")
+API_SCOPES = _distinct(kind.scope for kind in EVENT_KINDS if kind.layer == "api")
+CORE_SCOPES = _distinct(kind.scope for kind in EVENT_KINDS if kind.layer == "core")
 """Scopes of the spans whose events are the journeys of the API process, and of the engine core."""
 
-SPAN_KEYS = tuple(sorted({*THREAD_KEYS, "decode_ct", *(s.attribute or "" for s in _OF_SPANS)}))
+SPAN_KEYS = tuple(sorted({*THREAD_KEYS, "decode_ct", *(s.attribute or "" for s in _SPAN_SPELLINGS)}))
 """Attributes of spans that become columns of their rows."""
 
 SPAN_ATTRIBUTES = tuple(

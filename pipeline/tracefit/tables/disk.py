@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Self
 
 from tracefit.errors import UsageError
-from tracefit.inputs.buckets import BucketPath, place_of, put
+from tracefit.inputs.buckets import BucketPath, location_of, put
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -181,7 +181,7 @@ def write_files(contents: Mapping[Path, bytes | str]) -> None:
         UsageError: A file cannot be written.
     """
     data_of = {
-        place_of(name): content.encode() if isinstance(content, str) else content
+        location_of(name): content.encode() if isinstance(content, str) else content
         for name, content in contents.items()
     }
     on_disk = [path for path in data_of if not isinstance(path, BucketPath)]

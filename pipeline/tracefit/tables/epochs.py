@@ -31,13 +31,13 @@ FASTEST_STEP_NS = 200_000
 STRAY_STEPS = 1_000
 """That slack between two marks: clocks of layers differ a little."""
 
-_NEIGHBOURS = 3
+_NEIGHBOURING_MARKS = 3
 """Marks on either side that a mark is compared with."""
 
 _BEFORE_ALL = int(np.iinfo(np.int64).min)
 """A step and a time below all others, for the state before the first mark: no mark can fall back from it."""
 
-MARKS = {"server": pl.String, "clock": pl.Int64, "step_id": pl.Int64, "exact": pl.Boolean}
+MARK_TYPES = {"server": pl.String, "clock": pl.Int64, "step_id": pl.Int64, "exact": pl.Boolean}
 """Columns of marks: the time of an event and its step; `exact` if it is the step's summary."""
 
 STRAYS = {"server": pl.String, "clock": pl.Int64, "step_id": pl.Int64}
@@ -73,7 +73,7 @@ def marks_of_records(recorded: pl.DataFrame) -> pl.DataFrame:
     marks = recorded.filter(~is_by_client()).select(
         "server", "step_id", clock="unix_ns", exact=pl.lit(value=False)
     )
-    return marks.drop_nulls("clock").select(list(MARKS))
+    return marks.drop_nulls("clock").select(list(MARK_TYPES))
 
 
 def _clock(ts: str) -> pl.Expr:
@@ -88,7 +88,7 @@ def scan_epochs(windows: Iterable[pl.DataFrame]) -> tuple[pl.DataFrame, pl.DataF
     summaries, by more than `STEP_JITTER` between other events. Stray marks do not count.
 
     Args:
-        windows: The marks of all servers, columns as `MARKS`, in the order of their clock.
+        windows: The marks of all servers, columns as `MARK_TYPES`, in the order of their clock.
 
     Returns:
         One row per server and epoch, with `epoch`, its number, and `clock`, the time of its first event; the stray marks,
@@ -138,13 +138,13 @@ class _Server:
     last_step: int = _BEFORE_ALL
     last_jump: int = _BEFORE_ALL
     last_summary: tuple[int, int] = (_BEFORE_ALL, _BEFORE_ALL)
-    waiting: pl.DataFrame = field(default_factory=lambda: pl.DataFrame(schema=MARKS).drop("server"))
+    waiting: pl.DataFrame = field(default_factory=lambda: pl.DataFrame(schema=MARK_TYPES).drop("server"))
     scanned: int = 0
 
     def feed(self, marks: pl.DataFrame) -> None:
         self.waiting = pl.concat([self.waiting, marks])
         # The last few wait for the marks to compare them with.
-        self._scan_waiting(stop=max(self.waiting.height - _NEIGHBOURS, self.scanned))
+        self._scan_waiting(stop=max(self.waiting.height - _NEIGHBOURING_MARKS, self.scanned))
 
     def starts(self) -> list[int]:
         """Return the times at which epochs begin, including the first."""
@@ -156,7 +156,7 @@ class _Server:
         """Scan the waiting marks up to `stop`, and keep those to compare the next marks with."""
         is_stray = pl.Series(_is_stray(self.waiting), dtype=pl.Boolean)[self.scanned : stop]
         marks = self.waiting[self.scanned : stop]
-        first_kept = max(stop - _NEIGHBOURS, 0)
+        first_kept = max(stop - _NEIGHBOURING_MARKS, 0)
         self.waiting, self.scanned = self.waiting[first_kept:], stop - first_kept
         if is_stray.any():
             self.strays.append(marks.filter(is_stray))
@@ -196,7 +196,7 @@ def _is_stray(marks: pl.DataFrame) -> NDArray[np.bool_]:
     neighbours = np.zeros((2, marks.height), np.int64)
     is_impossible = np.ones((2, marks.height), np.bool_)
     supporters = np.zeros(marks.height, np.int64)
-    for distance in range(1, _NEIGHBOURS + 1):
+    for distance in range(1, _NEIGHBOURING_MARKS + 1):
         earlier, later = slice(None, -distance), slice(distance, None)
         climbed = step[later] - step[earlier]
         allowed = STRAY_STEPS + np.abs(clock[later] - clock[earlier]) / FASTEST_STEP_NS

@@ -16,20 +16,20 @@ from tracefit.text import in_words, plural
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
 
-_MOST_NAMED = 64
+_MOST_MODELS = 64
 """How many models a run lists: those that most spans name."""
 
 _MOST_SHOWN = 3
 _MOST_CHARS = 80
 
-_FAMILIES = (
+_MODEL_FAMILIES = (
     *("llama", "qwen", "mistral", "mixtral", "gemma", "phi", "deepseek", "falcon", "granite", "bloom", "opt"),
     *("gpt", "glm", "olmo", "nemotron", "starcoder", "mamba", "jamba", "cohere", "kimi", "minimax", "yi"),
 )
 _LEAST_WITHIN_CHARS = 5
 """Shorter families are whole words only."""
 
-_WORDS = re.compile(r"[a-z]+|[0-9]+(?:\.[0-9]+)?b(?![a-z])")
+_NAME_WORDS = re.compile(r"[a-z]+|[0-9]+(?:\.[0-9]+)?b(?![a-z])")
 
 
 class NamedModel(NamedTuple):
@@ -55,7 +55,7 @@ def listed_models(counts: pl.DataFrame) -> list[NamedModel]:
     """Return the models of one run that most spans name, in the order of their servers; `counts` are rows of `named_models`."""
     summed = counts.group_by("server", "service_name", "model").agg(pl.col("spans").sum())
     most = summed.sort("spans", "server", "service_name", "model", descending=[True, False, False, False])
-    ordered = most.head(_MOST_NAMED).sort("server", "service_name", "model", nulls_last=True)
+    ordered = most.head(_MOST_MODELS).sort("server", "service_name", "model", nulls_last=True)
     return [NamedModel(server, service, model, n) for server, service, model, n in ordered.iter_rows()]
 
 
@@ -147,11 +147,11 @@ def _is_other(model: str, config: str) -> bool:
 
 
 def _kind_of(name: str) -> tuple[set[str], set[str]]:
-    words = _WORDS.findall(plain_model_name(name))
+    words = _NAME_WORDS.findall(plain_model_name(name))
     sizes = {word for word in words if word[0].isdigit()}
     families = {
         family
-        for family in _FAMILIES
+        for family in _MODEL_FAMILIES
         for word in words
         if word == family or (len(family) >= _LEAST_WITHIN_CHARS and family in word)
     }

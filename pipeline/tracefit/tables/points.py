@@ -23,7 +23,7 @@ STATED = tuple(
 )
 """Columns that a record states as one value each."""
 
-LATENCIES, STATISTICS = ("ttft", "tpot", "itl", "e2e"), ("mean", "p50", "p90", "p95", "p99")
+POINT_LATENCIES, STATISTICS = ("ttft", "tpot", "itl", "e2e"), ("mean", "p50", "p90", "p95", "p99")
 """Latencies of a point, and what is known of each: `ttft_mean_us`."""
 
 
@@ -50,9 +50,11 @@ def points_of(spans: pl.DataFrame) -> pl.DataFrame:
     text = pairs.list.eval(pair.field("value").filter(pair.field("key") == POINT_KEY)).list.first()
     columns = ("run_id", "server", "source_file", "source_offset")
     rows = []
-    for *place, stated_text in of_points.select(*columns, text).iter_rows():
+    for *position, stated_text in of_points.select(*columns, text).iter_rows():
         stated: dict[str, Any] = json.loads(stated_text or "{}")
-        row = dict(zip(columns, place, strict=True)) | {name: stated.get(name) for name in (*STATED, "point")}
+        row = dict(zip(columns, position, strict=True)) | {
+            name: stated.get(name) for name in (*STATED, "point")
+        }
         rows.append(
             row | {name: json.dumps(stated.get(name), sort_keys=True) for name in ("settings", "unread")}
         )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import polars as pl
 
-_DIGITS = 6
+_QUALIFIER_DIGITS = 6
 
 QUALIFIED = ("server", "trace_id")
 """Columns that are qualified in the rows of several runs."""
@@ -15,15 +15,15 @@ QUALIFIED = ("server", "trace_id")
 
 def qualified(name: str) -> pl.Expr:
     """Return a name behind the number of its `run`; null where the name is."""
-    return pl.concat_str(pl.col("run").cast(pl.String).str.zfill(_DIGITS), name).alias(name)
+    return pl.concat_str(pl.col("run").cast(pl.String).str.zfill(_QUALIFIER_DIGITS), name).alias(name)
 
 
 def run_of(name: str) -> pl.Expr:
     """Return the number of the run that a qualified name begins with."""
-    return pl.col(name).str.head(_DIGITS).cast(pl.UInt32)
+    return pl.col(name).str.head(_QUALIFIER_DIGITS).cast(pl.UInt32)
 
 
 def plain(rows: pl.DataFrame) -> pl.DataFrame:
     """Return rows with the names as they are in the traces."""
     names = [name for name in QUALIFIED if name in rows.columns]
-    return rows.with_columns(pl.col(names).str.slice(_DIGITS))
+    return rows.with_columns(pl.col(names).str.slice(_QUALIFIER_DIGITS))

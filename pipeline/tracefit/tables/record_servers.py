@@ -31,13 +31,13 @@ _LEAST_SETBACK_NS = 2 * 10**9
 
 _UNKNOWN_GAP_NS = 60 * 10**9
 
-_NEAR = 64
+_NEAR_STEPS = 64
 """Records within which a counter that another one interrupts goes on."""
 
 _FEWEST_SIGNS = 4
 """Least changes between two counters that show two engines: damage gives a few."""
 
-_KEY = ["server", "source_file"]
+_SERVER_KEY = ["server", "source_file"]
 _POSITION = ("file_order", "source_offset")
 _VALUES = ("cycle_us", "scheduled_tokens", "num_prefill_reqs", "num_decode_reqs", "context_tokens")
 _SUFFIXES = re.compile(r"(\.(gz|zst|log|txt|out|jsonl?|csv|msgpack|bin|[0-9]+))+$")
@@ -51,9 +51,9 @@ def record_servers(records: pl.DataFrame) -> pl.DataFrame:
     Args:
         records: Columns source_file, file_order (its number) and `NAMED_RECORD`, of logs and ForwardPassMetrics.
     """
-    unchanged = pl.DataFrame(schema=dict.fromkeys([*_KEY, "name"], pl.String))
+    unchanged = pl.DataFrame(schema=dict.fromkeys([*_SERVER_KEY, "name"], pl.String))
     values = pl.struct(_VALUES).hash()
-    records = records.select(*_KEY, *_POSITION, "unix_ns", "step_id", values=values).sort(
+    records = records.select(*_SERVER_KEY, *_POSITION, "unix_ns", "step_id", values=values).sort(
         "server", *_POSITION
     )
     falls = (pl.col("step_id").diff() <= 0).sum()
@@ -65,7 +65,7 @@ def record_servers(records: pl.DataFrame) -> pl.DataFrame:
     # A record that is there twice, in one file or in two, is one record.
     first = records.unique(["server", "step_id", "values"], keep="first", maintain_order=True)
     shared = _shared(first).with_columns(name=pl.lit(None, pl.String))
-    apart = _by_file(records, first).join(shared, on=_KEY, how="anti")
+    apart = _by_file(records, first).join(shared, on=_SERVER_KEY, how="anti")
     return pl.concat([unchanged, shared, apart])
 
 
@@ -79,12 +79,12 @@ def clock_setbacks(records: pl.DataFrame) -> pl.DataFrame:
         records: As for `record_servers`.
     """
     ordered = records.sort("server", *_POSITION)
-    grown, follows = (pl.col(name).diff().over(_KEY) for name in ("unix_ns", "step_id"))
+    grown, follows = (pl.col(name).diff().over(_SERVER_KEY) for name in ("unix_ns", "step_id"))
     marked = ordered.with_columns(
         back=pl.when((grown < -_LEAST_SETBACK_NS) & (follows == 1)).then(_UNKNOWN_GAP_NS - grown)
     )
-    marked = marked.drop_nulls("back").with_columns(moved_ns=pl.col("back").cum_sum().over(_KEY))
-    return marked.select(*_KEY, "source_offset", "moved_ns")
+    marked = marked.drop_nulls("back").with_columns(moved_ns=pl.col("back").cum_sum().over(_SERVER_KEY))
+    return marked.select(*_SERVER_KEY, "source_offset", "moved_ns")
 
 
 def with_one_clock(rows: pl.DataFrame, setbacks: pl.DataFrame) -> pl.DataFrame:
@@ -98,7 +98,7 @@ def with_one_clock(rows: pl.DataFrame, setbacks: pl.DataFrame) -> pl.DataFrame:
         return rows
     moved = rows.with_row_index("_row").sort("source_offset")
     moved = moved.join_asof(
-        setbacks.sort("source_offset"), on="source_offset", by=_KEY, check_sortedness=False
+        setbacks.sort("source_offset"), on="source_offset", by=_SERVER_KEY, check_sortedness=False
     )
     later = pl.col("unix_ns") + pl.col("moved_ns").fill_null(0)
     return moved.sort("_row").with_columns(unix_ns=later).drop("_row", "moved_ns")
@@ -114,7 +114,7 @@ def with_names(rows: pl.DataFrame, renamed: pl.DataFrame) -> pl.DataFrame:
     if not renamed.height:
         return rows
     is_renamed = renamed.with_columns(is_renamed=pl.lit(value=True))
-    named = rows.join(is_renamed, on=_KEY, how="left", maintain_order="left")
+    named = rows.join(is_renamed, on=_SERVER_KEY, how="left", maintain_order="left")
     server = pl.when(pl.col("is_renamed").is_null()).then("server").otherwise("name")
     return named.with_columns(server=server).drop("name", "is_renamed")
 
@@ -127,10 +127,13 @@ def _shared(records: pl.DataFrame) -> pl.DataFrame:
     before with other values.
     """
     step = pl.col("step_id")
-    rows = records.select(*_KEY, "step_id", at=pl.int_range(pl.len()).over(_KEY)).with_columns(
-        before=step.shift(1).over(_KEY), after=step.shift(-1).over(_KEY), own=step - 1, following=step + 1
+    rows = records.select(*_SERVER_KEY, "step_id", at=pl.int_range(pl.len()).over(_SERVER_KEY)).with_columns(
+        before=step.shift(1).over(_SERVER_KEY),
+        after=step.shift(-1).over(_SERVER_KEY),
+        own=step - 1,
+        following=step + 1,
     )
-    of_counters = rows.select(*_KEY, "at", found="step_id", found_at="at", found_after="after")
+    of_counters = rows.select(*_SERVER_KEY, "at", found="step_id", found_at="at", found_after="after")
     sides: tuple[tuple[str, Literal["backward", "forward"]], ...] = (
         ("own", "backward"),
         ("following", "forward"),
@@ -138,27 +141,29 @@ def _shared(records: pl.DataFrame) -> pl.DataFrame:
     for wanted, strategy in sides:
         found = of_counters.rename(
             {"found_at": f"{wanted}_at", "found_after": f"{wanted}_after"}
-        ).with_columns(pl.col("at").alias("place"))
+        ).with_columns(pl.col("at").alias("position"))
         rows = rows.join_asof(
             found.drop("at"),
             left_on="at",
-            right_on="place",
-            by_left=[*_KEY, wanted],
-            by_right=[*_KEY, "found"],
+            right_on="position",
+            by_left=[*_SERVER_KEY, wanted],
+            by_right=[*_SERVER_KEY, "found"],
             strategy=strategy,
             check_sortedness=False,
-        ).drop("found", "place", strict=False)
+        ).drop("found", "position", strict=False)
     is_of_counter = pl.col("own_at").is_not_null() | pl.col("following_at").is_not_null()
     change = (step - pl.col("before")).abs()
-    goes_on = (pl.col("at") - pl.col("own_at") <= _NEAR) & (pl.col("own_after") != step)
-    is_again = pl.col("at") - pl.col("at").shift(1).over([*_KEY, "step_id"]) <= _NEAR
+    goes_on = (pl.col("at") - pl.col("own_at") <= _NEAR_STEPS) & (pl.col("own_after") != step)
+    is_again = pl.col("at") - pl.col("at").shift(1).over([*_SERVER_KEY, "step_id"]) <= _NEAR_STEPS
     signs = (
         (step - pl.col("before") != 1)
-        & is_of_counter.shift(1).over(_KEY)
+        & is_of_counter.shift(1).over(_SERVER_KEY)
         & pl.when(change > STEP_JITTER).then(goes_on).otherwise(is_again & (step > 1))
     )
-    counted = rows.sort(*_KEY, "at").with_columns(sign=signs).group_by(_KEY).agg(pl.col("sign").sum())
-    return counted.filter(pl.col("sign") >= _FEWEST_SIGNS).select(_KEY)
+    counted = (
+        rows.sort(*_SERVER_KEY, "at").with_columns(sign=signs).group_by(_SERVER_KEY).agg(pl.col("sign").sum())
+    )
+    return counted.filter(pl.col("sign") >= _FEWEST_SIGNS).select(_SERVER_KEY)
 
 
 @dataclass(slots=True)
@@ -176,11 +181,15 @@ def _by_file(records: pl.DataFrame, first: pl.DataFrame) -> pl.DataFrame:
     times = {"begin": pl.col("unix_ns").min(), "end": pl.col("unix_ns").max()}
     step = pl.col("step_id")
     steps = {"first_step": step.first(), "last_step": step.last(), "least": step.min(), "most": step.max()}
-    files = first.group_by(_KEY, maintain_order=True).agg(**times, **steps, order=pl.col("file_order").min())
+    files = first.group_by(_SERVER_KEY, maintain_order=True).agg(
+        **times, **steps, order=pl.col("file_order").min()
+    )
     # A file whose records are all in another one is of the engine of that one.
     origin = first.select("server", "step_id", "values", origin="source_file")
     copies = (
-        records.join(files, on=_KEY, how="anti").unique(_KEY).join(origin, on=["server", "step_id", "values"])
+        records.join(files, on=_SERVER_KEY, how="anti")
+        .unique(_SERVER_KEY)
+        .join(origin, on=["server", "step_id", "values"])
     )
     names = []
     for (server,), own in files.sort("begin", "order", nulls_last=True).group_by(
@@ -193,7 +202,7 @@ def _by_file(records: pl.DataFrame, first: pl.DataFrame) -> pl.DataFrame:
             engine_of[file] = engine_of[origin_file]
         named = _named_after(str(server), list(dict.fromkeys(engine_of.values())))
         names += [(server, file, named[engine]) for file, engine in engine_of.items()]
-    return pl.DataFrame(names, dict.fromkeys([*_KEY, "name"], pl.String), orient="row")
+    return pl.DataFrame(names, dict.fromkeys([*_SERVER_KEY, "name"], pl.String), orient="row")
 
 
 def _engines_of(files: pl.DataFrame) -> dict[str, str]:

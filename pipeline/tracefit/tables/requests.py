@@ -170,7 +170,7 @@ def first_hits(hits: pl.DataFrame) -> pl.DataFrame:
     return ordered.unique(columns[:3], keep="first", maintain_order=True)
 
 
-_KINDS = tuple({(rule.scope, rule.span): rule for rule in REQUEST_RULES}.values())
+_RULE_KINDS = tuple({(rule.scope, rule.span): rule for rule in REQUEST_RULES}.values())
 """One rule of each kind of span that describes requests without events."""
 
 _FROM_API = {
@@ -178,25 +178,25 @@ _FROM_API = {
     "output_tokens": "api_completion_tokens",
     "max_tokens": "api_max_tokens",
 }
-_TEXT = ("request_id", "route", "model")
+_TEXT_NAMES = ("request_id", "route", "model")
 _DURATIONS = tuple(c.name for c in schema.REQUESTS.columns if c.unit == "us")
 
-_IDS = (*ENGINE, "trace_id")
+_REQUEST_IDS = (*ENGINE, "trace_id")
 
 _NUMBERS = {
     **{
         rule.attribute: (rule.column.removeprefix("api_"), rule.factor)
         for rule in REQUEST_RULES
-        if rule.attribute and rule.column not in _TEXT
+        if rule.attribute and rule.column not in _TEXT_NAMES
     },
     **{api: (column, 1.0) for column, api in _FROM_API.items()},
 }
 """Column of spans to the column of `requests` that it gives, and the factor between them."""
 
 _FORWARD = next(name for name, (column, _) in _NUMBERS.items() if column == "model_forward_us")
-_LATENCIES = tuple(name for name, (column, _) in _NUMBERS.items() if column in _DURATIONS)
+_LATENCY_NAMES = tuple(name for name, (column, _) in _NUMBERS.items() if column in _DURATIONS)
 _LASTED_S = (pl.col("end_unix_ns") - pl.col("start_unix_ns")) / 1e9
-_LONGER, _SLACK_S = 10.0, 1.0
+_LONGER_BY, _SLACK_S = 10.0, 1.0
 """A latency is longer than its span beyond this multiple of it plus this many seconds: spans may be cut short."""
 
 
@@ -211,10 +211,10 @@ def _in_seconds(spans: pl.DataFrame) -> pl.DataFrame:
     A span is converted if all its latencies fit into it as nanoseconds, and the longest does not fit as seconds.
     """
     forward = _number(_FORWARD)
-    is_ms = (forward > _LASTED_S) & (forward <= 1e3 * (_LONGER * _LASTED_S + _SLACK_S)) & (_LASTED_S > 0)
+    is_ms = (forward > _LASTED_S) & (forward <= 1e3 * (_LONGER_BY * _LASTED_S + _SLACK_S)) & (_LASTED_S > 0)
     in_ms = divided(forward, 1e3).cast(pl.String)
     spans = spans.with_columns(pl.when(is_ms).then(in_ms).otherwise(_FORWARD).alias(_FORWARD))
-    values = [_number(name) for name in _LATENCIES]
+    values = [_number(name) for name in _LATENCY_NAMES]
     longest = pl.max_horizontal(values)
     whole = pl.all_horizontal(((value == 0) | (value >= 1)).fill_null(value=True) for value in values)
     is_ns = whole & (longest > 1e3 * _LASTED_S) & longest.is_between(1e8 * _LASTED_S, 1e10 * _LASTED_S)
@@ -223,7 +223,7 @@ def _in_seconds(spans: pl.DataFrame) -> pl.DataFrame:
         return spans
     return spans.with_columns(
         pl.when(in_ns).then(divided(_number(name), 1e9).cast(pl.String)).otherwise(name).alias(name)
-        for name in _LATENCIES
+        for name in _LATENCY_NAMES
     )
 
 
@@ -241,7 +241,7 @@ def sift_numbers(spans: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
     for name, (column, factor) in _NUMBERS.items():
         value = _number(name) * factor
         is_time = column in _DURATIONS
-        too_long = (_LASTED_S > 0) & (value / 1e6 > _LONGER * _LASTED_S + _SLACK_S) & is_time
+        too_long = (_LASTED_S > 0) & (value / 1e6 > _LONGER_BY * _LASTED_S + _SLACK_S) & is_time
         faults[name] = (
             pl.when(pl.col(name).is_not_null() & value.is_null())
             .then(pl.lit("not a number"))
@@ -272,9 +272,9 @@ def request_spans(spans: pl.DataFrame) -> pl.DataFrame:
     spans = spans.with_columns(trace_id=pl.coalesce("twin", "trace_id"))
     ids = ("trace_id", "span_id", "parent_span_id", "scope", "name", "server", "server_zero", "owner")
     is_repeated = (pl.col("scope") == dialects.SGLANG_SCOPE) & pl.col("owner").is_null()
-    return spans.filter(pl.any_horizontal(map(_matches, _KINDS)), ~is_repeated.fill_null(value=False)).select(
-        *ids, "start_unix_ns", "end_unix_ns", *dialects.SPAN_KEYS
-    )
+    return spans.filter(
+        pl.any_horizontal(map(_matches, _RULE_KINDS)), ~is_repeated.fill_null(value=False)
+    ).select(*ids, "start_unix_ns", "end_unix_ns", *dialects.SPAN_KEYS)
 
 
 def requests_from_spans(spans: pl.DataFrame) -> pl.DataFrame:
@@ -290,7 +290,7 @@ def requests_from_spans(spans: pl.DataFrame) -> pl.DataFrame:
     with_owner = spans.with_columns(
         *times,
         owner=pl.coalesce("owner", pl.when(phase).then("parent_span_id").otherwise("span_id")).fill_null(""),
-        dialect=pl.coalesce(pl.when(_matches(rule)).then(pl.lit(rule.dialect)) for rule in _KINDS),
+        dialect=pl.coalesce(pl.when(_matches(rule)).then(pl.lit(rule.dialect)) for rule in _RULE_KINDS),
     ).sort("start_unix_ns", "end_unix_ns", "span_id")
     columns: dict[str, list[pl.Expr]] = {}
     for rule in REQUEST_RULES:
@@ -315,7 +315,7 @@ def _value(rule: Spelling) -> pl.Expr:
     durations = _as_us(pl.col("end_unix_ns") - pl.col("start_unix_ns")).filter(matching)
     if rule.take == "value":
         value = pl.col(rule.attribute or "").filter(matching).drop_nulls().first()
-        return value if rule.column in _TEXT else value.cast(pl.Float64, strict=False) * rule.factor
+        return value if rule.column in _TEXT_NAMES else value.cast(pl.Float64, strict=False) * rule.factor
     if rule.take == "start":
         return pl.col("start_unix_ns").filter(matching).min()
     if rule.take == "end":
@@ -341,7 +341,9 @@ def _add_requests_from_spans(requests: pl.DataFrame, described: pl.DataFrame) ->
     """
     rows, described = requests.with_row_index("_row"), described.with_row_index("_span")
     pairs = _pairs(rows, described)
-    facts = [c for c in described.columns if c in schema.REQUESTS.names and c not in (*_IDS, "dialect")]
+    facts = [
+        c for c in described.columns if c in schema.REQUESTS.names and c not in (*_REQUEST_IDS, "dialect")
+    ]
     both = rows.join(pairs, on="_row", how="left", maintain_order="left").join(
         described.select("_span", *facts), on="_span", how="left", suffix="_of_span", maintain_order="left"
     )

@@ -26,14 +26,24 @@ from tracefit.tables.staging import read_staged
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from tracefit.tables.places import Place
     from tracefit.tables.spread import Spread
+    from tracefit.tables.storage import Storage
     from tracefit.tables.store import ReadFile
 
-_ENGINE = ("server", "start_unix_ns", "end_unix_ns", *CLOCK_FACTS)
-_NARROW = ("file", "row", "trace_id", "span_id", "parent_span_id", "scope", "request_id", "thread", *_ENGINE)
-_TRACE = ["run", "trace_high", "trace_low"]
-_IDS = [*_TRACE, "span"]
+_ENGINE_FACTS = ("server", "start_unix_ns", "end_unix_ns", *CLOCK_FACTS)
+_NARROW = (
+    "file",
+    "row",
+    "trace_id",
+    "span_id",
+    "parent_span_id",
+    "scope",
+    "request_id",
+    "thread",
+    *_ENGINE_FACTS,
+)
+_TRACE_ID = ["run", "trace_high", "trace_low"]
+_SPAN_IDS = [*_TRACE_ID, "span"]
 _SCOPES = pl.Enum(dialects.READ_SCOPES)
 _HEX_DIGITS_OF_64_BITS = 16
 _PARTS_AT_ONCE = 8
@@ -109,21 +119,21 @@ class ResolvedRuns:
 
 
 def resolve(
-    place: Place, parts: Sequence[RunPart], *, several: bool = False, spread: Spread = map
+    storage: Storage, parts: Sequence[RunPart], *, several: bool = False, spread: Spread = map
 ) -> ResolvedRuns:
     """Find the spans of some runs that count, with their servers, and the clocks of the servers.
 
     A span is identified by (run, trace_id, span_id): if it was read twice, the first one counts.
 
     Args:
-        place: The folder or bucket of the staged parts.
+        storage: The folder or bucket of the staged parts.
         parts: The parts of the runs, at least one.
         several: Whether there are several runs.
         spread: Reads the parts; here, one after the other, if not given.
     """
     every, firsts = [], [0]
     some_parts = (parts[at : at + _PARTS_AT_ONCE] for at in range(0, len(parts), _PARTS_AT_ONCE))
-    for some in spread(partial(_narrow_parts, place, several=several), some_parts):
+    for some in spread(partial(_narrow_parts, storage, several=several), some_parts):
         for spans, height in some:
             every.append(spans.with_columns(pl.col("row") + pl.lit(firsts[-1], pl.UInt32)))
             firsts.append(firsts[-1] + height)
@@ -141,7 +151,7 @@ def resolve(
         marks = []
         for part, (first, end) in zip(parts, pairwise(firsts), strict=True):
             if rows["row"].is_between(first, end, closed="left").any():
-                events = _events_of(place, part.name).with_columns(pl.col("row") + pl.lit(first, pl.UInt32))
+                events = _events_of(storage, part.name).with_columns(pl.col("row") + pl.lit(first, pl.UInt32))
                 marks.append(rows.join(events, on="row", how="inner").drop("row"))
         return pl.concat(marks)
 
@@ -154,7 +164,7 @@ def resolve(
     if owners.height:
         spans = spans.join(owners.select("row", "engine"), on="row", how="left", maintain_order="left")
         spans = spans.with_columns(server=pl.coalesce("engine", "server"))
-    records = _named_records(place, parts, several=several)
+    records = _named_records(storage, parts, several=several)
     renamed, setbacks = record_servers(records), clock_setbacks(records)
     del records
     numbers = pl.DataFrame({"row": np.arange(firsts[-1], dtype=np.uint32)})
@@ -167,18 +177,18 @@ def resolve(
         spans_read,
         clocks_of(spans),
         twins.select("row", "twin"),
-        _log_owners(place, parts, spans.select("run", "server").unique(), renamed, several=several),
+        _log_owners(storage, parts, spans.select("run", "server").unique(), renamed, several=several),
         renamed,
         setbacks,
         owners.drop_nulls("owner").select("row", "owner"),
     )
 
 
-def _named_records(place: Place, parts: Sequence[RunPart], *, several: bool) -> pl.DataFrame:
+def _named_records(storage: Storage, parts: Sequence[RunPart], *, several: bool) -> pl.DataFrame:
     """Return the steps that engines recorded: source_file, file_order, and `NAMED_RECORD`."""
     frames = [pl.DataFrame(schema=_FILES | {name: RECORDED_STEPS[name] for name in NAMED_RECORD})]
     for part in (part for part in parts if part.has_records):
-        rows = read_staged(place, part.name, "recorded_steps", ("file", "cycle_source", *NAMED_RECORD))
+        rows = read_staged(storage, part.name, "recorded_steps", ("file", "cycle_source", *NAMED_RECORD))
         rows = rows.filter(is_from(lambda source: source.seen_by == "engine"))
         rows = part.of_files(rows, "file_order", "source_file", "run")
         frames.append(rows.with_columns(qualified("server")) if several else rows)
@@ -186,7 +196,7 @@ def _named_records(place: Place, parts: Sequence[RunPart], *, several: bool) -> 
 
 
 def _log_owners(
-    place: Place,
+    storage: Storage,
     parts: Sequence[RunPart],
     servers: pl.DataFrame,
     renamed: pl.DataFrame,
@@ -196,7 +206,7 @@ def _log_owners(
     """Return the server of the spans of each run that has one server and one engine with records of it."""
     engines: dict[int, set[str]] = {}
     for part in (part for part in parts if part.has_records):
-        rows = read_staged(place, part.name, "recorded_steps", ("file", "server", "cycle_source"))
+        rows = read_staged(storage, part.name, "recorded_steps", ("file", "server", "cycle_source"))
         logged = part.of_files(
             rows.filter(is_from(lambda source: source.of_traced_server)), "run", "source_file"
         )
@@ -239,9 +249,9 @@ def _owners(spans: pl.DataFrame) -> pl.DataFrame:
     processes with different names. The engine takes the name of its first rank. The other ranks repeat the first
     rank's spans; their owner is null.
     """
-    trace, above = _TRACE, [*_TRACE, "parent"]
+    trace, above = _TRACE_ID, [*_TRACE_ID, "parent"]
     stages = spans.filter(pl.col("scope") == dialects.SGLANG_SCOPE)
-    stages = stages.select("row", *_IDS, "parent", pl.col("thread", "server").cast(pl.String))
+    stages = stages.select("row", *_SPAN_IDS, "parent", pl.col("thread", "server").cast(pl.String))
     is_request = pl.col("thread") == ""
     stages = stages.with_columns(
         owner=pl.when(is_request).then("span").when(pl.col("thread").is_not_null()).then("parent")
@@ -291,28 +301,30 @@ def _digits(rows: pl.DataFrame, *numbers: str) -> pl.Series:
 def _without_repeats(spans: pl.DataFrame) -> pl.DataFrame:
     # Nearly always all spans differ, and hashes show that in a fraction of the memory of `unique`, which decides if
     # hashes are equal.
-    if spans.select(_IDS).hash_rows().n_unique() == spans.height:
+    if spans.select(_SPAN_IDS).hash_rows().n_unique() == spans.height:
         return spans
-    return spans.unique(_IDS, keep="first", maintain_order=True)
+    return spans.unique(_SPAN_IDS, keep="first", maintain_order=True)
 
 
 def _facts(spans: pl.DataFrame) -> pl.DataFrame:
-    cores = spans.select(*_TRACE, "scope", "zero").filter(pl.col("scope").is_in(dialects.CORE_SCOPES))
+    cores = spans.select(*_TRACE_ID, "scope", "zero").filter(pl.col("scope").is_in(dialects.CORE_SCOPES))
     # The median, because a span with an absurd time must not move the clock of its trace.
-    zeros = cores.group_by(_TRACE).agg(core_zero=pl.col("zero").median().cast(pl.Int64))
+    zeros = cores.group_by(_TRACE_ID).agg(core_zero=pl.col("zero").median().cast(pl.Int64))
     return spans.select(
         "row",
         "server",
-        spans.select(_TRACE).join(zeros, on=_TRACE, how="left", maintain_order="left")["core_zero"],
+        spans.select(_TRACE_ID).join(zeros, on=_TRACE_ID, how="left", maintain_order="left")["core_zero"],
         server_zero=pl.col("zero").median().over("server").cast(pl.Int64),
     )
 
 
-def _narrow_parts(place: Place, parts: Sequence[RunPart], *, several: bool) -> list[tuple[pl.DataFrame, int]]:
+def _narrow_parts(
+    storage: Storage, parts: Sequence[RunPart], *, several: bool
+) -> list[tuple[pl.DataFrame, int]]:
     """Return the spans of each part that count, with the columns that this module needs, and the number of all its spans."""
     narrow = []
     for part in parts:
-        staged = read_staged(place, part.name, "spans", _NARROW)
+        staged = read_staged(storage, part.name, "spans", _NARROW)
         narrow.append((_narrow(part.of_files(staged, "file_order", "run"), several=several), staged.height))
         del staged
     return narrow
@@ -341,7 +353,7 @@ def _narrow(spans: pl.DataFrame, *, several: bool) -> pl.DataFrame:
         pl.when(pl.col("request_id").is_not_null()).then(name.hash()).alias("request"),
         pl.col("thread").cast(pl.Categorical),
         server.cast(pl.Categorical),
-        *_ENGINE[1:],
+        *_ENGINE_FACTS[1:],
     )
 
 
@@ -359,7 +371,7 @@ def _with_server(spans: pl.DataFrame, marks_of: Callable[[pl.DataFrame], pl.Data
     """
     # API spans belong to no engine: they are not split, and inherit a name below.
     is_api = pl.col("scope").is_in(dialects.FRONT_SCOPES).fill_null(value=False)
-    apart = split_engines(spans.select("scope", "span_row", *_ENGINE).filter(~is_api), marks_of)
+    apart = split_engines(spans.select("scope", "span_row", *_ENGINE_FACTS).filter(~is_api), marks_of)
     if apart.height:
         apart = apart.with_columns(pl.col("server").cast(pl.Categorical))
         spans = spans.join(apart, on="span_row", how="left", suffix="_apart", maintain_order="left")
@@ -367,22 +379,24 @@ def _with_server(spans: pl.DataFrame, marks_of: Callable[[pl.DataFrame], pl.Data
     elif spans["server"].n_unique() == spans["run"].n_unique():
         return spans  # each run has one server
     parents = (
-        spans.select(*_TRACE, "scope", span="parent", engine="server")
+        spans.select(*_TRACE_ID, "scope", span="parent", engine="server")
         .filter(pl.col("scope").is_in(dialects.CORE_SCOPES))
-        .unique(_IDS, keep="first", maintain_order=True)
+        .unique(_SPAN_IDS, keep="first", maintain_order=True)
     )
     names = spans.filter(~is_api).select("run", only="server").unique().unique("run", keep="none")
-    engine = spans.select(_IDS).join(parents, on=_IDS, how="left", maintain_order="left")["engine"]
+    engine = spans.select(_SPAN_IDS).join(parents, on=_SPAN_IDS, how="left", maintain_order="left")["engine"]
     # A request without a core span, such as one that never left the API process.
     only = spans.select("run").join(names, on="run", how="left", maintain_order="left")["only"]
     inherited = pl.coalesce(engine, only, "server")
     return spans.with_columns(server=pl.when(is_api).then(inherited).otherwise("server"))
 
 
-def _events_of(place: Place, part: str) -> pl.DataFrame:
-    steps = read_staged(place, part, "steps", ("row", "unix_ns", "ts_start_ns", "step_id"))
-    snapshots = read_staged(place, part, "snapshots", ("row", "unix_ns", "step_id"))
-    journeys = read_staged(place, part, "journeys", ("row", "unix_ns", "ts_ns", "step_id", "layer", "event"))
+def _events_of(storage: Storage, part: str) -> pl.DataFrame:
+    steps = read_staged(storage, part, "steps", ("row", "unix_ns", "ts_start_ns", "step_id"))
+    snapshots = read_staged(storage, part, "snapshots", ("row", "unix_ns", "step_id"))
+    journeys = read_staged(
+        storage, part, "journeys", ("row", "unix_ns", "ts_ns", "step_id", "layer", "event")
+    )
     # SCHEDULED and PREEMPTED are stamped at the start of a step, in schedule(); all other events after its
     # execution, when the counter already stands one higher.
     late = pl.when(pl.col("event").is_in(["SCHEDULED", "PREEMPTED"])).then(0).otherwise(1)

@@ -132,7 +132,7 @@ def _event_types() -> dict[str, dict[str, pl.DataType]]:
     journey |= dict.fromkeys(dialects.TS_NS_KEYS, pl.Int64()) | dict.fromkeys(
         dialects.TS_S_KEYS, pl.Float64()
     )
-    types = {spelled: journey for kind in dialects.JOURNEY_EVENTS for spelled in kind.spellings}
+    types = {spelled: journey for kind in dialects.EVENT_KINDS for spelled in kind.spellings}
     types[dialects.STEP_EVENT] = _types(dialects.STEP_KEYS, schema.STEPS)
     types[dialects.SNAPSHOT_EVENT] = _types(dialects.SNAPSHOT_KEYS, schema.REQUEST_SNAPSHOTS)
     return types
@@ -307,7 +307,7 @@ def _journeys(events: Mapping[str, pl.DataFrame]) -> pl.DataFrame:
         events[spelled].with_columns(
             own_scope=pl.lit(kind.scope), layer=pl.lit(kind.layer), event=pl.lit(kind.event)
         )
-        for kind in dialects.JOURNEY_EVENTS
+        for kind in dialects.EVENT_KINDS
         for spelled in kind.spellings
         if spelled in events
     ] or [_NO_EVENTS.with_columns(pl.lit("").alias(c) for c in ("own_scope", "layer", "event"))]

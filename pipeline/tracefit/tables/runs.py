@@ -41,10 +41,10 @@ def run_rows(scan: Callable[[str], pl.LazyFrame], run: pl.Expr, columns: pl.Data
         run: The number of a run, from the server.
         columns: Values that all servers of a run share: `run`, its number, and columns of the table.
     """
-    spans = scan("spans").filter(dialects.is_known()).group_by(_SERVER).agg(**_SPANS)
+    spans = scan("spans").filter(dialects.is_known()).group_by(_SERVER).agg(**_SPAN_COUNTS)
     recorded = scan("steps").filter(_IS_RECORDED).group_by(_SERVER).agg(**_of_records())
-    naming = scan("journey_events").filter(_NAMES_A_STEP).select(_STEP)
-    counters = _counters(pl.concat([naming, scan("steps").select(_STEP)]), _ENGINE)
+    naming = scan("journey_events").filter(_NAMES_A_STEP).select(_STEP_IN_RUN)
+    counters = _counters(pl.concat([naming, scan("steps").select(_STEP_IN_RUN)]), _ENGINE_IN_RUN)
     epochs = counters.group_by(_SERVER).agg(
         epochs=pl.len(), counted=(pl.col("last_step") - pl.col("first_step") + 1).sum()
     )
@@ -52,7 +52,7 @@ def run_rows(scan: Callable[[str], pl.LazyFrame], run: pl.Expr, columns: pl.Data
     # In streams, because the tables may not fit into memory.
     rows, records, *parts = pl.collect_all([spans, recorded, epochs, requests], engine="streaming")
     # A server has spans, recorded steps, or both.
-    rows = pl.concat([rows, records], how="diagonal").group_by(_SERVER, maintain_order=True).agg(**_BOTH)
+    rows = pl.concat([rows, records], how="diagonal").group_by(_SERVER, maintain_order=True).agg(**_SUMS)
     for part in (*parts, _sampling(scan)):
         rows = rows.join(part, on=_SERVER, how="left")
     shared = pl.Schema({name: schema.RUNS.types.get(name, kind) for name, kind in columns.schema.items()})
@@ -157,13 +157,13 @@ EVENT_TABLES = frozenset(_EVENTS_OF)
 """The tables of events."""
 
 _EVENT_NAMES = {
-    **{kind.event: kind.spellings[0] for kind in dialects.JOURNEY_EVENTS},
+    **{kind.event: kind.spellings[0] for kind in dialects.EVENT_KINDS},
     "steps": dialects.STEP_EVENT,
     "request_snapshots": dialects.SNAPSHOT_EVENT,
 }
 """Name of an event in the tables to its name in traces."""
 
-_CORE_EVENTS = tuple(kind.event for kind in dialects.JOURNEY_EVENTS if kind.layer == "core")
+_CORE_EVENTS = tuple(kind.event for kind in dialects.EVENT_KINDS if kind.layer == "core")
 _ONE_EVENT = {"schedule_kind": "SCHEDULED", "finish_status": "FINISHED", "reason": "ABORTED"}
 """Column to the one event that has it."""
 
@@ -178,8 +178,8 @@ def _expected(table: str, event: str) -> list[str]:
     return [c for c in of_event if c in _ONE_EVENT] if of_api else of_event
 
 
-_ENGINE = schema.ENGINE[1:]  # within the one run that is tallied
-_STEP = [*_ENGINE, "step_id"]
+_ENGINE_IN_RUN = schema.ENGINE[1:]  # within the one run that is tallied
+_STEP_IN_RUN = [*_ENGINE_IN_RUN, "step_id"]
 _NARROW_STEP = (pl.col(_SERVER).cast(pl.Categorical), pl.col("epoch").cast(pl.UInt32), pl.col("step_id"))
 """Compact types, for frames with every request or step of a run."""
 
@@ -187,7 +187,7 @@ _NAMES_A_STEP = pl.col("step_id").is_not_null() & (pl.col("event") != "QUEUED")
 """QUEUED carries the last step before it, 0 at a fresh start, and so names no step."""
 
 _IS_TIMED = pl.col("start_unix_ns") < int(1e9 * dialects.NOT_SENT_S)
-_SPANS = {
+_SPAN_COUNTS = {
     "spans": pl.len(),
     "dropped_events": pl.col("dropped_events").sum(),
     "first_unix_ns": pl.col("start_unix_ns").filter(_IS_TIMED).min(),
@@ -210,7 +210,7 @@ def _of_records() -> dict[str, pl.Expr]:
     }
 
 
-_BOTH = {
+_SUMS = {
     **{name: pl.col(name).sum() for name in ("spans", "dropped_events")},
     "recorded_steps": pl.col("recorded_steps").first(ignore_nulls=True),
     # From spans if there are any, because a log may state a local time.
@@ -247,13 +247,15 @@ def _sampling(scan: Callable[[str], pl.LazyFrame]) -> pl.DataFrame:
         [scan("request_snapshots").select(_NARROW_STEP).unique(), edges.sort("step_id")], engine="streaming"
     )
     # The number of traced requests that decode from each step on.
-    running = ordered.select(*_STEP, members=pl.col("change").cum_sum().over(_ENGINE))
+    running = ordered.select(*_STEP_IN_RUN, members=pl.col("change").cum_sum().over(_ENGINE_IN_RUN))
     counts = []
     narrow = scan("steps").select(*_NARROW_STEP, "num_decode_reqs")
     # The empty first batch gives a run without steps its sums of 0.
     for steps in chain([narrow.clear().collect()], narrow.collect_batches(chunk_size=_STEP_WINDOW)):
-        at_steps = steps.sort("step_id").join_asof(running, on="step_id", by=_ENGINE, check_sortedness=False)
-        is_rich = steps.join(rich, on=_STEP, how="semi").group_by(_SERVER).agg(rich_steps=pl.len())
+        at_steps = steps.sort("step_id").join_asof(
+            running, on="step_id", by=_ENGINE_IN_RUN, check_sortedness=False
+        )
+        is_rich = steps.join(rich, on=_STEP_IN_RUN, how="semi").group_by(_SERVER).agg(rich_steps=pl.len())
         decoding = at_steps.group_by(_SERVER).agg(
             steps=pl.len(),
             traced_decodes=pl.col("members").cast(pl.Int64).sum(),
@@ -282,7 +284,7 @@ def _counters(named: pl.LazyFrame, engine: list[str]) -> pl.LazyFrame:
     return named.group_by(engine).agg(first_step=step.min(), last_step=step.max())
 
 
-_SPAN_IDS = ("trace_id", "span_id", "start_unix_ns", "end_unix_ns")
+_SPAN_ID_COLUMNS = ("trace_id", "span_id", "start_unix_ns", "end_unix_ns")
 """Columns that identify a span across runs: spans with equal ids and different times differ."""
 
 _RECORD_IDS = ("server", "epoch", "step_id", "cycle_us", "cycle_source", "num_decode_reqs", "context_tokens")
@@ -329,7 +331,7 @@ def find_overlaps(store: TableStore, runs: pl.DataFrame) -> tuple[Overlap, ...]:
 
     def ids(run_id: str) -> pl.Series:
         if run_id not in ids_of:
-            spans = store.read("spans", [run_id], _SPAN_IDS).select(_SPAN_IDS).hash_rows()
+            spans = store.read("spans", [run_id], _SPAN_ID_COLUMNS).select(_SPAN_ID_COLUMNS).hash_rows()
             steps = store.read("steps", [run_id], _RECORD_IDS).filter(_IS_RECORDED).select(_RECORD_IDS)
             ids_of[run_id] = pl.concat([spans, steps.hash_rows()])
         return ids_of[run_id]

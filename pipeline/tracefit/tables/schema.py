@@ -250,7 +250,7 @@ _BROKEN = pl.DataFrame(schema={"row": pl.UInt32, "reason": pl.String})
 _MOST_COUNT = 2**31 - 1
 MOST_TOKENS = 10**8
 """Ten times the longest context of any model, and more than a step can compute."""
-MOST_BLOCKS = 10**8
+MOST_KV_BLOCKS = 10**8
 """Blocks of 16 tokens of 10 kB each: sixteen terabytes."""
 MOST_STEP = 2**40
 """A step of 100 us each for three years."""
@@ -271,7 +271,7 @@ _f = partial(Column, "float64", unit="ratio")
 # Columns with bounds: counts, sums over requests, steps, and times on the engine's clock.
 _n = partial(Column, "int64", least=0, most=_MOST_COUNT)
 _tokens = partial(Column, "int64", unit="token", least=0, most=MOST_TOKENS)
-_blocks = partial(Column, "int64", unit="block", least=0, most=MOST_BLOCKS)
+_blocks = partial(Column, "int64", unit="block", least=0, most=MOST_KV_BLOCKS)
 _sum = partial(Column, "int64", unit="token", least=0, most=2**53)
 _share = partial(Column, "float64", unit="ratio", least=0, most=1)
 _duration = partial(Column, "float64", unit="us", least=0, most=MOST_US)
@@ -279,21 +279,21 @@ _step = partial(Column, "int64", least=0, most=MOST_STEP)
 _clock = partial(Column, "int64", unit="ns", least=0, most=_MOST_NS)
 
 
-_RUN = (
+_RUN_COLUMN = (
     _s(
         "run_id",
         "name of the run's folder; other characters than letters, digits, dot, dash and underscore are replaced",
     ),
     _s("server", "service.instance.id, else host.name, else service.name"),
 )
-_ENGINE_COLUMNS = (*_RUN, _i("epoch", "number of restarts of the step counter so far"))
+_ENGINE_COLUMNS = (*_RUN_COLUMN, _i("epoch", "number of restarts of the step counter so far"))
 
 RUNS = TableSchema(
     "runs",
     "one row per run and server: its configuration, counts and times",
     ("run_id", "server"),
     (
-        *_RUN,
+        *_RUN_COLUMN,
         _s("model", "model name as served"),
         _json("model_config", "config.json as it was read"),
         _json("settings", "server settings, each with where it came from (given, read, measured, assumed)"),
@@ -368,7 +368,7 @@ SPANS = TableSchema(
     "one row per span of the vLLM scopes, and of other scopes if all spans are kept",
     ("run_id", "server", "start_unix_ns", "trace_id", "span_id"),
     (
-        *_RUN,
+        *_RUN_COLUMN,
         _s("trace_id", "lower-case hex"),
         _s("span_id", "lower-case hex"),
         _s("parent_span_id", "lower-case hex; null for a root"),
@@ -739,7 +739,7 @@ POINTS = TableSchema(
     "one row per point of a benchmark: a load, and what a load generator measured of all its requests together",
     ("run_id", "source_file", "source_offset", "point"),
     (
-        *_RUN,
+        *_RUN_COLUMN,
         _n("point", "number of the point in its record"),
         _s("program", "what wrote it: a load generator, or table"),
         _s(

@@ -148,7 +148,7 @@ INTERVAL = declare(
         is_one_step=False,
     )
 )
-REQUEST = declare(
+REQUEST_SOURCE = declare(
     CycleSource(
         name="request",
         error="single steps are not known; an end is off by the time at which a token is stamped",
@@ -159,7 +159,7 @@ REQUEST = declare(
         from_requests=True,
     )
 )
-DURATION = declare(
+DURATION_SOURCE = declare(
     CycleSource(
         name="duration",
         error="the time inside schedule() if the server stamps only that",

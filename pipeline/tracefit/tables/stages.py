@@ -12,11 +12,11 @@ import polars as pl
 from tracefit.tables import dialects, schema
 from tracefit.tables.sources import CycleSource, declare
 
-_LOOP, _CHUNK, _PROMPT = "decode_loop", "chunked_prefill", "prefill_forward"
+_LOOP, _CHUNK, _PROMPT_STAGES = "decode_loop", "chunked_prefill", "prefill_forward"
 BLOCK_NS = 600_000_000_000
 """Length of the blocks of results that steps are made from: ten minutes fit into memory."""
 
-SGLANG = declare(
+SGLANG_SOURCE = declare(
     CycleSource(
         name="sglang",
         interval="results of a step to those of the next, after idling from the arrival to the results, by SGLang's spans",
@@ -26,7 +26,7 @@ SGLANG = declare(
 )
 """The steps that SGLang's spans show."""
 
-_APART = 8
+_APART_STEPS = 8
 """Results belong to different batches if their ends differ by more than the shorter of their times divided by this."""
 
 RESULTS: dict[str, pl.DataType] = {
@@ -55,7 +55,7 @@ def results_of(spans: pl.DataFrame, requests: pl.DataFrame) -> pl.DataFrame:
         Columns as `RESULTS`.
     """
     stages = spans.filter(
-        pl.col("scope") == dialects.SGLANG_SCOPE, pl.col("name").is_in([_LOOP, _CHUNK, _PROMPT])
+        pl.col("scope") == dialects.SGLANG_SCOPE, pl.col("name").is_in([_LOOP, _CHUNK, _PROMPT_STAGES])
     )
     facts = requests.select(
         "trace_id", "owner", "prompt_tokens", "output_tokens", "cached_prompt_tokens", "queued_ns"
@@ -86,15 +86,15 @@ def results_of(spans: pl.DataFrame, requests: pl.DataFrame) -> pl.DataFrame:
     return results.select(pl.col(name).cast(kind) for name, kind in RESULTS.items())
 
 
-def batch_numbers(results: pl.DataFrame, apart: int = _APART) -> pl.DataFrame:
-    """Return results in the order of time, with the number of their batch from 0; `apart` is `_APART` for them."""
+def batch_numbers(results: pl.DataFrame, apart: int = _APART_STEPS) -> pl.DataFrame:
+    """Return results in the order of time, with the number of their batch from 0; `apart` is `_APART_STEPS` for them."""
     gap, shorter = pl.col("end_ns").diff(), pl.min_horizontal("lasted_ns", pl.col("lasted_ns").shift(1))
     is_new = (gap * apart > shorter).fill_null(value=True)
     return results.sort("end_ns", maintain_order=True).with_columns(batch=is_new.cum_sum() - 1)
 
 
 def steps_of(
-    results: pl.DataFrame, first_step: int, source: CycleSource = SGLANG, apart: int = _APART
+    results: pl.DataFrame, first_step: int, source: CycleSource = SGLANG_SOURCE, apart: int = _APART_STEPS
 ) -> pl.DataFrame:
     """Return the steps of a server in one block.
 
@@ -105,7 +105,7 @@ def steps_of(
         results: Columns as `RESULTS`.
         first_step: Number of the first step.
         source: The source of the results.
-        apart: `_APART` for them.
+        apart: `_APART_STEPS` for them.
 
     Returns:
         Rows of `steps`. The first and the last of a block have a null time: their results may continue in

@@ -17,49 +17,51 @@ import polars as pl
 
 from tracefit.errors import DataError
 from tracefit.tables.disk import create
-from tracefit.tables.places import digest_of
+from tracefit.tables.storage import digest_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from tracefit.tables.places import Place
     from tracefit.tables.rows import SpanRows
+    from tracefit.tables.storage import Storage
 
 STAGE_NAME = ".stage"
 _BATCH_ROWS = 64 * 1024
-_HASH_DIGITS = 16
+_PART_HASH_DIGITS = 16
 
 
-def write_staged(rows: SpanRows, place: Place) -> str:
+def write_staged(rows: SpanRows, storage: Storage) -> str:
     """Write rows as a new part, and return its name once all of it is written.
 
     Raises:
         OSError: It cannot be written.
         UsageError: The bucket cannot be written.
     """
-    with place.scratch() as scratch:
+    with storage.scratch() as scratch:
         paths = {kind: scratch / f"{kind}.arrow" for kind in rows.frames()}
         for kind, frame in rows.frames().items():
             with create(paths[kind]) as stream:
                 frame.write_ipc(stream, compression="lz4", record_batch_size=_BATCH_ROWS)
         # Random before the hash: two decodings of a file may exist at once, and the manifest names only one.
-        part = uuid.uuid4().hex[:-_HASH_DIGITS] + _hash_of({p.name: digest_of(p) for p in paths.values()})
-        place.put({_name(part, kind): path for kind, path in paths.items()})
+        part = uuid.uuid4().hex[:-_PART_HASH_DIGITS] + _hash_of(
+            {p.name: digest_of(p) for p in paths.values()}
+        )
+        storage.put({_name(part, kind): path for kind, path in paths.items()})
     return part
 
 
-def is_whole(place: Place, part: str) -> bool:
+def is_whole(storage: Storage, part: str) -> bool:
     """Return whether a part is unchanged since it was written; a bucket checks its own objects.
 
     Raises:
         UsageError: The part is, or holds, a symbolic link.
     """
-    if not place.has_lock:
+    if not storage.has_lock:
         return True
     digests = {}
     try:
-        for name in place.children(f"{STAGE_NAME}/{part}"):
-            with place.fetched(f"{STAGE_NAME}/{part}/{name}") as path:
+        for name in storage.children(f"{STAGE_NAME}/{part}"):
+            with storage.fetched(f"{STAGE_NAME}/{part}/{name}") as path:
                 digests[name] = digest_of(path)
     except OSError:
         return False
@@ -67,10 +69,10 @@ def is_whole(place: Place, part: str) -> bool:
 
 
 def _hash_of(digests: Mapping[str, str]) -> str:
-    return hashlib.sha256(repr(sorted(digests.items())).encode()).hexdigest()[:_HASH_DIGITS]
+    return hashlib.sha256(repr(sorted(digests.items())).encode()).hexdigest()[:_PART_HASH_DIGITS]
 
 
-def read_staged(place: Place, part: str, kind: str, columns: Sequence[str] | None = None) -> pl.DataFrame:
+def read_staged(storage: Storage, part: str, kind: str, columns: Sequence[str] | None = None) -> pl.DataFrame:
     """Read one frame of a part, or some of its columns.
 
     Raises:
@@ -79,13 +81,13 @@ def read_staged(place: Place, part: str, kind: str, columns: Sequence[str] | Non
     """
     name = _name(part, kind)
     try:
-        with place.fetched(name) as path:
+        with storage.fetched(name) as path:
             return pl.read_ipc(path, columns=list(columns) if columns else None)
     except (OSError, pl.exceptions.PolarsError) as error:
         raise DataError(
             "is damaged",
-            where=str(place.root / name),
-            hint=f"remove {place.root / STAGE_NAME} and ingest the traces again",
+            where=str(storage.root / name),
+            hint=f"remove {storage.root / STAGE_NAME} and ingest the traces again",
         ) from error
 
 
@@ -93,15 +95,15 @@ def _name(part: str, kind: str) -> str:
     return f"{STAGE_NAME}/{part}/{kind}.arrow"
 
 
-def staged_parts(place: Place) -> set[str]:
+def staged_parts(storage: Storage) -> set[str]:
     """Return the names of the existing parts, finished or not.
 
     Raises:
         UsageError: The folder of parts is a symbolic link, or the bucket cannot be read.
     """
-    return place.children(STAGE_NAME)
+    return storage.children(STAGE_NAME)
 
 
-def staged_bytes(place: Place, parts: Iterable[str]) -> list[int]:
+def staged_bytes(storage: Storage, parts: Iterable[str]) -> list[int]:
     """Return the size of each part as stored."""
-    return place.sizes(f"{STAGE_NAME}/{part}" for part in parts)
+    return storage.sizes(f"{STAGE_NAME}/{part}" for part in parts)

@@ -30,14 +30,14 @@ from msgspec import Meta
 
 from tracefit._version import __version__
 from tracefit.errors import DataError, UsageError, did_you_mean
-from tracefit.inputs.buckets import map_concurrently, place_of
+from tracefit.inputs.buckets import location_of, map_concurrently
 from tracefit.inputs.files import display_name
 from tracefit.options import IngestOutOption, flag_of
 from tracefit.tables import schema
 from tracefit.tables.disk import Syncs, create, disk_errors, warn_of_wait
-from tracefit.tables.places import Bucket, Disk, Place, digest_of, open_place
 from tracefit.tables.qualified import plain
 from tracefit.tables.staging import STAGE_NAME
+from tracefit.tables.storage import Bucket, Disk, Storage, digest_of, open_storage
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -125,7 +125,7 @@ class IngestedRun(_Strict, frozen=True):
     ] = None
 
 
-def has_place(file: ReadFile) -> bool:
+def has_location(file: ReadFile) -> bool:
     """Return whether the name of a file says which file it is: a relative name, and that of a pipe, do not."""
     return "://" in file.path or file.path.startswith("/")
 
@@ -142,7 +142,7 @@ class Manifest(_Strict, frozen=True, dict=True):
         return Manifest(runs={**self.runs, **runs})
 
     @cached_property
-    def at_places(self) -> dict[str, str]:
+    def at_locations(self) -> dict[str, str]:
         """The runs that have tables, by their folders and by each of their files."""
         stored = [(run_id, run) for run_id, run in self.runs.items() if run.tables]
         files = {file.path: run_id for run_id, run in stored for file in run.files}
@@ -153,7 +153,7 @@ class Manifest(_Strict, frozen=True, dict=True):
         return {part.name for run in self.runs.values() for file in run.files for part in file.parts}
 
 
-def read_manifest(place: Place) -> tuple[Manifest, Version | None]:
+def read_manifest(storage: Storage) -> tuple[Manifest, Version | None]:
     """Read a manifest and its version, for `replace_manifest`; a missing one is empty.
 
     Raises:
@@ -161,7 +161,7 @@ def read_manifest(place: Place) -> tuple[Manifest, Version | None]:
         UsageError: It is a symbolic link, or the bucket cannot be read.
     """
     try:
-        text, version = place.read_versioned(MANIFEST_NAME)
+        text, version = storage.read_versioned(MANIFEST_NAME)
     except FileNotFoundError:
         return Manifest(), None
     try:
@@ -169,23 +169,23 @@ def read_manifest(place: Place) -> tuple[Manifest, Version | None]:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise DataError(
             "is not a manifest of this version of tracefit",
-            where=str(place.root / MANIFEST_NAME),
+            where=str(storage.root / MANIFEST_NAME),
             hint="ingest the traces into a new folder",
         ) from error
 
 
-def replace_manifest(place: Place, manifest: Manifest, version: Version | None) -> bool:
+def replace_manifest(storage: Storage, manifest: Manifest, version: Version | None) -> bool:
     """Replace a manifest in one step if it is still the one that was read; return whether it was replaced."""
     # Indented: people read it to see which files a table was made of.
     text = msgspec.json.format(msgspec.json.encode(manifest), indent=1)
-    return place.replace_if(MANIFEST_NAME, text + b"\n", version)
+    return storage.replace_if(MANIFEST_NAME, text + b"\n", version)
 
 
 ROW_GROUP_ROWS = 128 * 1024
 ROW_GROUP_BYTES = 16 << 20
 """Bytes of a row group: wide rows, such as spans, reach it before `ROW_GROUP_ROWS`."""
 
-_FEW_ROWS = 1024
+_SMALL_PART_ROWS = 1024
 """Rows up to which a table has no dictionaries, and its bytes are not counted: with many columns both take longer than they save."""
 
 PIECE_ROWS = 16 * 1024
@@ -197,7 +197,7 @@ _REMOVE_AND_INGEST = f"remove it and {_INGEST_AGAIN}"
 
 _ATTEMPTS = 20
 _UNANSWERED = 5
-_PAUSE_S = 0.05
+_LOCK_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 2.0
 """Attempts to replace a manifest that other processes replace too, and the longest pauses between them."""
 
@@ -213,7 +213,7 @@ class TableStore:
     """A folder of tables, on disk or in a bucket. Everything in the manifest is complete; a run changes in one step.
 
     Attributes:
-        place: The storage of the tables.
+        storage: The storage of the tables.
         root: Its name.
     """
 
@@ -232,8 +232,8 @@ class TableStore:
             raise UsageError(
                 "is not a name in UTF-8", where=display_name(str(root)), hint="choose another folder"
             ) from error
-        self.place = open_place(root)
-        self.root: Path = self.place.root
+        self.storage = open_storage(root)
+        self.root: Path = self.storage.root
         self._checked: set[str] = set()
         self._pinned: Manifest | None = None
         self._known: tuple[tuple[int, ...] | None, Manifest] = None, Manifest()
@@ -252,7 +252,7 @@ class TableStore:
         Raises:
             UsageError: The folder cannot be written, or another process has changed a run meanwhile.
         """
-        with disk_errors(self.root), self.lock(), self.place.scratch() as scratch:
+        with disk_errors(self.root), self.lock(), self.storage.scratch() as scratch:
             runs_before = (read or self.manifest()).runs
             changes = {}
             for run_id, frames in runs:
@@ -262,7 +262,7 @@ class TableStore:
                 # Other tables of the run stay as they are.
                 before = runs_before.get(run_id)
                 after = before or IngestedRun()
-                tables = {**after.tables, **put_parts(self.place, run_id, parts)}
+                tables = {**after.tables, **put_parts(self.storage, run_id, parts)}
                 changes[run_id] = before, msgspec.structs.replace(after, tables=tables)
             if changes:
                 self.commit(changes)
@@ -270,13 +270,13 @@ class TableStore:
     @contextmanager
     def lock(self, progress: Progress | None = None) -> Iterator[None]:
         """Lock the folder for writing; if it is locked, warn of that and wait. A bucket has no lock."""
-        before = self.place
+        before = self.storage
         with before.lock(partial(warn_of_wait, self.root, progress), _TOP_NAMES) as held:
-            self.place = held
+            self.storage = held
             try:
                 yield
             finally:
-                self.place = before
+                self.storage = before
 
     def whole(self, run_id: str, run: IngestedRun) -> IngestedRun | None:
         """Return a run's entry, with its present stamp, if its tables exist and are unchanged; null if not.
@@ -284,17 +284,17 @@ class TableStore:
         On disk, files that changed since the manifest was written are compared with their hashes; a bucket checks its own objects.
         """
         names = [part_name(name, run_id, part) for name, part in run.tables.items()]
-        if isinstance(self.place, Bucket):
-            return run if self.place.has(names) else None
-        stamp, latest = self.place.stamp(names) or (None, 0)
+        if isinstance(self.storage, Bucket):
+            return run if self.storage.has(names) else None
+        stamp, latest = self.storage.stamp(names) or (None, 0)
         # A change right after the files were written may have their time; the manifest was written after both.
-        written = (self.place.signature(MANIFEST_NAME) or (0,))[-1]
+        written = (self.storage.signature(MANIFEST_NAME) or (0,))[-1]
         if stamp is not None and stamp == run.stamp and latest < written:
             self._checked.update(names)
             return run
         try:
             for name in names:
-                with self.place.fetched(name) as path:
+                with self.storage.fetched(name) as path:
                     self._check(name, path)
         except (OSError, DataError):
             return None
@@ -306,7 +306,7 @@ class TableStore:
             return
         if path.name != _content_name(path):
             raise DataError("is not what was written", where=str(self.root / name), hint=_REMOVE_AND_INGEST)
-        if self.place.has_lock:  # each copy of an object is checked
+        if self.storage.has_lock:  # each copy of an object is checked
             self._checked.add(name)
 
     def commit(self, changes: Mapping[str, tuple[IngestedRun | None, IngestedRun]]) -> dict[str, IngestedRun]:
@@ -319,7 +319,7 @@ class TableStore:
             The new entries, with the stamps of their parts.
 
         Raises:
-            UsageError: Another process has changed one of the runs meanwhile, or the place cannot be written.
+            UsageError: Another process has changed one of the runs meanwhile, or the storage cannot be written.
         """
         after = {run_id: self._stamped(run_id, entry) for run_id, (_, entry) in changes.items()}
         replaced = _parts_of({run_id: entry for run_id, (entry, _) in changes.items() if entry})
@@ -328,17 +328,17 @@ class TableStore:
         except UsageError:
             # Readers of a table folder that ignore the manifest would read these too. The other process may have removed
             # the parts that were there before.
-            self.place.remove(_parts_of(after) - replaced - _parts_of(self.manifest().runs))
+            self.storage.remove(_parts_of(after) - replaced - _parts_of(self.manifest().runs))
             raise
-        if self.place.has_lock:
+        if self.storage.has_lock:
             self._remove_unnamed(f"{name}/run_id={run_id}" for run_id in after for name in schema.TABLES)
         else:
             # Other unnamed files may be about to be published by another writer.
-            self.place.remove(replaced - _parts_of(after))
+            self.storage.remove(replaced - _parts_of(after))
         return after
 
     def _stamped(self, run_id: str, entry: IngestedRun) -> IngestedRun:
-        stamp = self.place.stamp(part_name(name, run_id, part) for name, part in entry.tables.items())
+        stamp = self.storage.stamp(part_name(name, run_id, part) for name, part in entry.tables.items())
         return msgspec.structs.replace(entry, stamp=stamp[0] if stamp else None)
 
     def _commit(
@@ -347,7 +347,7 @@ class TableStore:
         after: Mapping[str, IngestedRun],
     ) -> None:
         for attempt in range(_ATTEMPTS):
-            manifest, version = read_manifest(self.place)
+            manifest, version = read_manifest(self.storage)
             if all(manifest.runs.get(run_id) == entry for run_id, entry in after.items()):
                 break  # an earlier attempt succeeded without an answer
             for run_id, (before, _) in changes.items():
@@ -358,12 +358,12 @@ class TableStore:
                         hint="the result of that process is kept; run the command again",
                     )
             try:
-                if replace_manifest(self.place, manifest.with_runs(after), version):
+                if replace_manifest(self.storage, manifest.with_runs(after), version):
                     break
             except UsageError:  # the manifest may have been replaced all the same: read it to see
                 if attempt >= _UNANSWERED:
                     raise
-            time.sleep(random.uniform(0, min(2**attempt * _PAUSE_S, _LONGEST_PAUSE_S)))  # noqa: S311 - spreads writers
+            time.sleep(random.uniform(0, min(2**attempt * _LOCK_PAUSE_S, _LONGEST_PAUSE_S)))  # noqa: S311 - spreads writers
         else:
             raise UsageError(
                 f"cannot be replaced, in {_ATTEMPTS} attempts",
@@ -380,20 +380,20 @@ class TableStore:
         try:
             yield
         except BaseException:
-            if self.place.has_lock:
+            if self.storage.has_lock:
                 self._remove_unnamed([STAGE_NAME])
             raise
         # In a bucket, parts of tables too: a writer that died has left them under their final names.
-        self._remove_unnamed([STAGE_NAME if self.place.has_lock else ""])
+        self._remove_unnamed([STAGE_NAME if self.storage.has_lock else ""])
 
     def _remove_unnamed(self, folders: Iterable[str]) -> None:
         leftovers = [
-            name for folder in folders for name in self.place.leftovers(folder) if _REMOVABLE.match(name)
+            name for folder in folders for name in self.storage.leftovers(folder) if _REMOVABLE.match(name)
         ]
         # Read after the listing: an old file that is not named by now never will be.
         manifest = self.manifest()
         parts, staged = _parts_of(manifest.runs), manifest.staged()
-        self.place.remove(
+        self.storage.remove(
             name for name in leftovers if name not in parts and name.split("/")[1] not in staged
         )
 
@@ -401,14 +401,14 @@ class TableStore:
         """Return the current manifest, which is read again only if it was replaced."""
         if self._pinned:
             return self._pinned
-        signature = self.place.signature(MANIFEST_NAME)
+        signature = self.storage.signature(MANIFEST_NAME)
         if signature is None or signature != self._known[0]:
-            self._known = signature, read_manifest(self.place)[0]
+            self._known = signature, read_manifest(self.storage)[0]
         return self._known[1]
 
     def pinned(self, run_ids: Iterable[str]) -> TableStore:
         """Return a read-only view of some runs as they are now; workers need not read the manifest of all."""
-        store = TableStore(self.root.absolute() if isinstance(self.place, Disk) else self.root)
+        store = TableStore(self.root.absolute() if isinstance(self.storage, Disk) else self.root)
         runs = self.manifest().runs
         store._pinned = Manifest(runs={run_id: runs[run_id] for run_id in run_ids if run_id in runs})
         return store
@@ -447,7 +447,7 @@ class TableStore:
         # Newer releases of polars read the key-value lists of Parquet as a type of their own.
         lists = [pl.col(c.name).cast(c.polars) for c in schema.TABLES[name].columns if c.kind == "map"]
         frames = [
-            pl.scan_parquet(self.place.scannable(part), hive_partitioning=False).with_columns(lists)
+            pl.scan_parquet(self.storage.scannable(part), hive_partitioning=False).with_columns(lists)
             for part in self._parts(name, run_ids)
         ]
         empty = schema.TABLES[name].empty().lazy()
@@ -461,7 +461,7 @@ class TableStore:
                 return read_part(path, columns, where=str(self.root / part))
 
         parts = self._parts(name, run_ids)
-        if not self.place.has_lock:
+        if not self.storage.has_lock:
             return map_concurrently(read, parts)
         wanted = [c for c in schema.TABLES[name].columns if columns is None or c.name in columns]
         is_flat = all(c.kind != "map" for c in wanted)
@@ -496,7 +496,7 @@ class TableStore:
     @contextmanager
     def _checked_part(self, part: str) -> Iterator[Path]:
         where = str(self.root / part)
-        with self.place.fetched(part) as path:
+        with self.storage.fetched(part) as path:
             try:
                 self._check(part, path)
             except FileNotFoundError:
@@ -536,7 +536,7 @@ class RunTables(Mapping[str, pl.DataFrame]):
 
     def __init__(self, root: str | Path, run_ids: Sequence[str] | None = None) -> None:
         """Name the folder of tables, and its runs; all of them by default."""
-        self.root = place_of(root)
+        self.root = location_of(root)
         self._run_ids = None if run_ids is None else list(run_ids)
 
     def __repr__(self) -> str:
@@ -589,16 +589,16 @@ def _parts_of(runs: Mapping[str, IngestedRun]) -> set[str]:
     }
 
 
-def put_parts(place: Place, run_id: str, parts: Mapping[str, Path]) -> dict[str, TableFile]:
+def put_parts(storage: Storage, run_id: str, parts: Mapping[str, Path]) -> dict[str, TableFile]:
     """Store finished parts of a run; they count once a manifest names them. Any process may do this.
 
     Args:
-        place: The storage of the tables.
+        storage: The storage of the tables.
         run_id: A cleaned run id.
-        parts: Table name to its part, in a scratch folder of the place.
+        parts: Table name to its part, in a scratch folder of the storage.
     """
     tables = {name: TableFile(name=part.name[part.name.index("part-") :]) for name, part in parts.items()}
-    place.put({part_name(name, run_id, tables[name]): part for name, part in parts.items()})
+    storage.put({part_name(name, run_id, tables[name]): part for name, part in parts.items()})
     return tables
 
 
@@ -830,7 +830,7 @@ class _TableFileWriter:
             piece = rows.slice(start, PIECE_ROWS)
             self._waiting.append(piece if isinstance(piece, pa.Table) else _to_arrow(piece, self.table))
             rows_waiting = sum(piece.num_rows for piece in self._waiting)
-            if rows_waiting <= _FEW_ROWS:
+            if rows_waiting <= _SMALL_PART_ROWS:
                 continue
             if rows_waiting > ROW_GROUP_ROWS:
                 # A piece is smaller than a group, so at most one piece is left over.
@@ -856,7 +856,7 @@ class _TableFileWriter:
         if self._writer is None:
             # Ids and names repeat; a dictionary of times or features would be as long as they are. A small file is read
             # whole, so that it needs no statistics.
-            is_long = rows.num_rows > _FEW_ROWS
+            is_long = rows.num_rows > _SMALL_PART_ROWS
             strings = [c.name for c in self.table.columns if c.kind == "string" and is_long]
             self._writer = pq.ParquetWriter(
                 pa.PythonFile(self._sink, mode="w"),
@@ -925,8 +925,8 @@ def _to_arrow(frame: pl.DataFrame, table: schema.TableSchema) -> pa.Table:
     arrow = frame.to_arrow(compat_level=pl.CompatLevel.oldest())
     for column in table.columns:
         if column.kind == "map" and column.name in frame.columns:
-            place = frame.get_column_index(column.name)
-            arrow = arrow.set_column(place, column.name, _to_map(frame[column.name]))
+            index = frame.get_column_index(column.name)
+            arrow = arrow.set_column(index, column.name, _to_map(frame[column.name]))
     return arrow
 
 

@@ -17,7 +17,7 @@ from tracefit.text import number
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-_UNITS = ("ns", "us", "ms", "s")
+_UNIT_NAMES = ("ns", "us", "ms", "s")
 
 
 def power_of(ratio: float) -> int:
@@ -53,8 +53,8 @@ def unit_question(power: int, unit: str) -> str:
         >>> unit_question(1, "s")
         'is it in ms?'
     """
-    at = _UNITS.index(unit) - power
-    return f"is it in {_UNITS[at]}?" if 0 <= at < len(_UNITS) else f"is it in {unit}?"
+    at = _UNIT_NAMES.index(unit) - power
+    return f"is it in {_UNIT_NAMES[at]}?" if 0 <= at < len(_UNIT_NAMES) else f"is it in {unit}?"
 
 
 _LEAST_STEPS = 8

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from tracefit.tables.dialects import Spelling
 
 _LENGTHS = {"prompt tokens": "api_prompt_tokens", "output tokens": "api_completion_tokens"}
-LENGTHS, TIMES = tuple(_LENGTHS), "times"
-_NEEDS = (*LENGTHS, TIMES)
+UNREAD_LENGTHS, UNREAD_TIMES = tuple(_LENGTHS), "times"
+_NEEDS = (*UNREAD_LENGTHS, UNREAD_TIMES)
 
 VALUES_READ: dict[str, Any] = {
     "file": pl.UInt32,
@@ -43,7 +43,7 @@ for _rule in REQUEST_RULES:
 
 def _gives(rule: Spelling, need: str) -> bool:
     """Return whether the value of a rule is a length, or a time beside those of the request's own span."""
-    if need != TIMES:
+    if need != UNREAD_TIMES:
         return rule.column == _LENGTHS[need]
     return rule.column.endswith("_us") if rule.attribute else rule.span not in _own_spans(rule.scope)
 
@@ -124,8 +124,8 @@ def unread_requests(counts: pl.DataFrame) -> Iterator[tuple[int, str]]:
     for (run,), files in lacks.sort("run", "source_file", "scope").group_by("run", maintain_order=True):
         for row in files.head(_MOST_FILES).iter_rows(named=True):
             missing = [need for need in _NEEDS if not row[need]]
-            if missing[: len(LENGTHS)] == [*LENGTHS]:
-                missing = ["lengths", *missing[len(LENGTHS) :]]
+            if missing[: len(UNREAD_LENGTHS)] == [*UNREAD_LENGTHS]:
+                missing = ["lengths", *missing[len(UNREAD_LENGTHS) :]]
             yield (
                 int(str(run)),
                 f"{row['source_file']}: "

@@ -20,8 +20,8 @@ from tracefit.tables.staging import read_staged, staged_bytes
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from tracefit.tables.places import Place
     from tracefit.tables.resolve import ResolvedRuns, RunPart
+    from tracefit.tables.storage import Storage
 
 _BYTES_PER_SPAN = 128
 """Least bytes that a span counts: spans without content compress to nearly nothing, but still take memory."""
@@ -91,14 +91,14 @@ class Window:
     """Staged parts that are read together.
 
     Attributes:
-        place: The storage of the parts.
+        storage: The storage of the parts.
         parts: Each part with the number of its first row; row numbers continue from part to part.
         facts: server, core_zero, server_zero of each row; the server is null for spans that do not count.
         links: row, twin, owner: the twins and owners of `ResolvedRuns`.
         several: As in `ResolvedRuns`, and `log_owners`, `record_servers` and `clock_setbacks` too.
     """
 
-    place: Place
+    storage: Storage
     parts: Sequence[tuple[RunPart, int]]
     facts: pl.DataFrame
     links: pl.DataFrame
@@ -108,7 +108,7 @@ class Window:
     clock_setbacks: pl.DataFrame
 
     @classmethod
-    def of(cls, place: Place, run: ResolvedRuns, begin: int, end: int) -> Window:
+    def of(cls, storage: Storage, run: ResolvedRuns, begin: int, end: int) -> Window:
         """Return a window of the parts from one number to another."""
         first = run.firsts[begin]
         parts = [(run.parts[number], run.firsts[number] - first) for number in range(begin, end)]
@@ -118,7 +118,7 @@ class Window:
         links = links.filter(pl.col("row").is_between(first, run.firsts[end], closed="left"))
         links = links.with_columns(pl.col("row") - pl.lit(first, pl.UInt32))
         of_records = run.log_owners, run.record_servers, run.clock_setbacks
-        return cls(place, parts, facts, links, run.several, *of_records)
+        return cls(storage, parts, facts, links, run.several, *of_records)
 
     def every(self, kind: str, columns: Sequence[str] | None = None) -> pl.DataFrame:
         """Return the rows of all spans, counted or not; a file number is replaced by the name of the file.
@@ -127,7 +127,7 @@ class Window:
         """
         frames = []
         for part, first in self.parts:
-            rows = read_staged(self.place, part.name, kind, columns)
+            rows = read_staged(self.storage, part.name, kind, columns)
             if first and "row" in rows.columns:
                 rows = rows.with_columns(pl.col("row") + pl.lit(first, pl.UInt32))
             if "file" in rows.columns:
@@ -172,11 +172,11 @@ class Window:
         return corrected, lost, broken, moved
 
 
-def window_bounds(place: Place, run: ResolvedRuns, window_bytes: int) -> list[tuple[int, int]]:
+def window_bounds(storage: Storage, run: ResolvedRuns, window_bytes: int) -> list[tuple[int, int]]:
     """Return the first and last number of the parts of each window; small parts share a window and its fixed cost."""
     begins: list[int] = []
     size = 0
-    sizes = staged_bytes(place, (part.name for part in run.parts))
+    sizes = staged_bytes(storage, (part.name for part in run.parts))
     for number, (stored, (first, end)) in enumerate(zip(sizes, pairwise(run.firsts), strict=True)):
         part_bytes = max(stored, (end - first) * _BYTES_PER_SPAN)
         if not begins or size + part_bytes > window_bytes:

@@ -14,7 +14,7 @@ from tracefit.tables.schema import ENGINE, SERVER
 from tracefit.timeline import thresholds
 from tracefit.timeline.engines import position
 
-_INSIDE = ("SCHEDULED", "PREEMPTED")
+_INSIDE_SCHEDULE = ("SCHEDULED", "PREEMPTED")
 _UPDATE = ("FIRST_TOKEN", "FINISHED")
 
 
@@ -32,7 +32,7 @@ def execution_lags(steps: pl.DataFrame, journeys: pl.DataFrame) -> pl.DataFrame:
         One row per (run_id, server) with enough events: `execution_lag_steps`, 0 or 1.
     """
     step = [*ENGINE, "step_id"]
-    inside = journeys.filter(pl.col("event").is_in(_INSIDE) & pl.col("step_id").is_not_null())
+    inside = journeys.filter(pl.col("event").is_in(_INSIDE_SCHEDULE) & pl.col("step_id").is_not_null())
     first = inside.group_by(step).agg(ts_start_ns=pl.col("ts_ns").min())
     exact = steps.select(*step, "ts_start_ns").drop_nulls()
     starts = pl.concat([exact, first.join(exact, on=step, how="anti").select(exact.columns)])
@@ -60,7 +60,7 @@ def clock_disagreements(timeline: pl.DataFrame, journeys: pl.DataFrame) -> pl.Da
         `disagreeing`.
     """
     clock = timeline.select(*ENGINE, "step_id", "ts_start_ns").drop_nulls().sort("step_id")
-    inside = pl.col("event").is_in(_INSIDE)
+    inside = pl.col("event").is_in(_INSIDE_SCHEDULE)
     stamped = journeys.filter((inside | _is_update()) & pl.col("step_id").is_not_null())
     # An update comes before the step after next: with scheduling a step ahead the next one has begun by then.
     over = stamped.with_columns(over_step=pl.col("step_id") + pl.when(inside).then(1).otherwise(2))
@@ -106,7 +106,7 @@ def step_starts(steps: pl.DataFrame, core: pl.DataFrame) -> pl.DataFrame:
     # the start of the next one (with scheduling ahead, of the one after), and the latest is nearest to it.
     step, stamp = pl.col("step_id"), pl.col("ts_ns")
     kinds = {
-        "scheduled": _at(core.filter(pl.col("event").is_in(_INSIDE)), step, stamp.min()),
+        "scheduled": _at(core.filter(pl.col("event").is_in(_INSIDE_SCHEDULE)), step, stamp.min()),
         "update": _at(core.filter(_is_update()), step + 1 + pl.col("execution_lag_steps"), stamp.max()),
     }
     # Events are moved by the median of the offsets of their server: CPUs and versions differ.

@@ -11,14 +11,14 @@ import polars as pl
 
 from tracefit.tables import schema
 from tracefit.tables.schema import ENGINE, SERVER
-from tracefit.tables.sources import ADJACENT, INTERVAL, REQUEST, SOURCES
+from tracefit.tables.sources import ADJACENT, INTERVAL, REQUEST_SOURCE, SOURCES
 from tracefit.timeline.anchors import execution_lags, step_starts
 from tracefit.timeline.composition import EngineLimits, compose
 from tracefit.timeline.engines import StepAxis, bincount_at, position, step_axis
 from tracefit.timeline.logged_steps import is_logged, sources_of_intervals
 from tracefit.timeline.segments import core_events, running_segments, waiting_segments, with_steps_by_time
 
-_SUMMARY = tuple(
+_SUMMARY_COLUMNS = tuple(
     name
     for name in schema.TIMELINE.names
     if name in schema.STEPS.names and name not in (*ENGINE, "step_id", "ts_start_ns")
@@ -28,7 +28,7 @@ _SUMMARY = tuple(
 _COMPARED = ("num_prefill_reqs", "num_decode_reqs", "prefill_tokens", "decode_tokens")
 """Columns that both summaries and journeys give, and that must agree."""
 
-_CONTEXTS = ("context_tokens", "prefill_context_tokens")
+_CONTEXT_COLUMNS = ("context_tokens", "prefill_context_tokens")
 
 
 def build_timeline(
@@ -119,7 +119,7 @@ def _with_summaries(
     """Add summaries and full snapshots, which take precedence over the composition from the journeys."""
     steps = summaries.select(
         "position",
-        *_SUMMARY,
+        *_SUMMARY_COLUMNS,
         # A log has only the share of used blocks.
         kv_blocks_used=pl.coalesce(
             pl.col("kv_blocks_total") - pl.col("kv_blocks_free"),
@@ -131,7 +131,7 @@ def _with_summaries(
     joined = rows.join(steps, on="position", how="left", maintain_order="left")
     # The contexts of a recorded step are in its record.
     joined = joined.join(shown, on="position", how="left", maintain_order="left", suffix="_shown")
-    joined = joined.with_columns(pl.coalesce(name, f"{name}_shown").alias(name) for name in _CONTEXTS)
+    joined = joined.with_columns(pl.coalesce(name, f"{name}_shown").alias(name) for name in _CONTEXT_COLUMNS)
     kind = pl.when(pl.col("cycle_source").is_null()).then(pl.lit("summary")).otherwise("cycle_source")
     source = pl.when("has_summary").then(kind)
     columns = joined.columns
@@ -261,7 +261,7 @@ def _with_cycles(rows: pl.DataFrame) -> pl.DataFrame:
     # If a step between two starts has no composition, the work in that time is unknown.
     full = (pl.col("members") == pl.col("interval_steps")) & pl.col("composed") & (pl.col("cycle_us") > 0)
     single = pl.col("interval_steps") == 1
-    means = {REQUEST.name: REQUEST.name, **sources_of_intervals()}
+    means = {REQUEST_SOURCE.name: REQUEST_SOURCE.name, **sources_of_intervals()}
     source = (
         pl.when(pl.col("exact") & single)
         .then(pl.lit(ADJACENT.name))

@@ -22,7 +22,7 @@ from tracefit.timeline.engines import range_add
 from tracefit.timeline.logged_steps import LoggedSteps, is_change, is_logged
 from tracefit.timeline.request_graph import (
     DEFAULT_TOKEN_BUDGET,
-    REQUEST_COLUMNS,
+    GRAPH_COLUMNS,
     RequestArrays,
     build_graph,
     is_usable,
@@ -41,7 +41,7 @@ _MAX_PAIRS, _MAX_PROMPTS = 1_000_000, 300
 _SURE_VOTES = 5
 """Votes of a line with as many tokens; a line that is only the nearest has one vote, since outputs may be stamped some steps late."""
 
-_ROUNDS = 3
+_MATCH_ROUNDS = 3
 """Rounds that match requests to lines of whole seconds, by times interpolated between the matched lines."""
 
 
@@ -57,7 +57,7 @@ def place_on_log(requests: pl.DataFrame, clock: LoggedSteps, limits: EngineLimit
         The requests with steps, and the starts of the steps on the clock of the spans.
     """
     numbered = requests.with_row_index("row")
-    rows = numbered.select("row", *ENGINE, *REQUEST_COLUMNS).filter(is_usable()).sort("arrival_ns", "row")
+    rows = numbered.select("row", *ENGINE, *GRAPH_COLUMNS).filter(is_usable()).sort("arrival_ns", "row")
     lines = clock.steps.filter(is_logged()).drop_nulls("unix_ns").sort("epoch", "step_id")
     servers = {frame["server"].n_unique() for frame in (rows, lines)}
     if servers != {1} or rows["server"][0] != lines["server"][0]:
@@ -83,7 +83,7 @@ def place_on_log(requests: pl.DataFrame, clock: LoggedSteps, limits: EngineLimit
     # Edges from scheduling are left out: they are a guess where outputs are stamped a step late.
     tokens = graph.with_token_edges_only()
     ended = _line_numbers(tokens, _votes(ends, lines, is_coarse=is_coarse))
-    for _ in range(_ROUNDS if is_coarse and np.isfinite(ended).sum() > 1 else 0):
+    for _ in range(_MATCH_ROUNDS if is_coarse and np.isfinite(ended).sum() > 1 else 0):
         # Prompts with prefix-cache hits match no line by their tokens, but by the time that matched requests give a line.
         ended = _line_numbers(tokens, _votes(ends, _timed(lines, graph, ended), is_coarse=False))
     matched = np.isfinite(ended)

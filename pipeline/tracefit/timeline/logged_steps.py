@@ -21,7 +21,7 @@ from tracefit.tables.schema import ENGINE, SERVER
 from tracefit.tables.sources import SOURCES, is_from, names_of
 from tracefit.timeline import thresholds
 
-_HUBER, _ROUNDS = 1.345, 30
+_HUBER, _HUBER_ROUNDS = 1.345, 30
 """Residual, in standard deviations, from which on an interval weighs less (Huber 1964), and rounds of reweighting."""
 
 CLOCK_JUMP = "steps.unix_ns jumps: the time to the next step is not a step's"
@@ -33,7 +33,7 @@ MAYBE_JUMP = "steps.unix_ns may jump: a gap of whole half hours, to 2 s, before 
 _EVEN_SD = 12.0**-0.5
 """Standard deviation of an even distribution, as a share of its width."""
 
-_WORK = {
+_WORK_TERMS = {
     "step": pl.col("step_id").is_not_null().cast(pl.Int64),
     "request": pl.col("num_prefill_reqs") + pl.col("num_decode_reqs"),
     "prompt": pl.col("num_prefill_reqs"),
@@ -87,7 +87,7 @@ def log_clock(steps: pl.DataFrame) -> LoggedSteps:
     step, stamp = pl.col("step_id"), pl.col("unix_ns")
     rows = _lines(steps)
     inside = rows.group_by(*ENGINE, "interval").agg(
-        *(column.sum().alias(name) for name, column in _WORK.items()),
+        *(column.sum().alias(name) for name, column in _WORK_TERMS.items()),
         any_fresh=pl.col("is_fresh").any(),
         any_open=(pl.col("is_fresh") & ~pl.col("continues")).any(),
     )
@@ -122,7 +122,10 @@ def log_clock(steps: pl.DataFrame) -> LoggedSteps:
     clean = starts.filter("is_coarse", ~may_pause, whole, ~pl.col("jump")).partition_by(SERVER, as_dict=True)
     works = pl.DataFrame(
         [(*server, *work) for server, part in clean.items() if (work := _work(part))],
-        {**{name: steps.schema[name] for name in SERVER}, **{f"{name}_us": pl.Float64 for name in _WORK}},
+        {
+            **{name: steps.schema[name] for name in SERVER},
+            **{f"{name}_us": pl.Float64 for name in _WORK_TERMS},
+        },
         orient="row",
     )
     starts = starts.join(works, on=SERVER, how="left", maintain_order="left")
@@ -132,7 +135,7 @@ def log_clock(steps: pl.DataFrame) -> LoggedSteps:
         .then(_EVEN_SD * (pl.col("time_us") / pl.col("count")).forward_fill().over(ENGINE))
         .otherwise((_stamp_sd_us() ** 2 + (_EVEN_SD * pl.col("tick_ns") / 1e3) ** 2).sqrt())
     )
-    terms = (pl.col(f"{name}_us") * column for name, column in _WORK.items())
+    terms = (pl.col(f"{name}_us") * column for name, column in _WORK_TERMS.items())
     work_us = pl.sum_horizontal(terms, ignore_nulls=False)
     chosen = steps.join(works, on=SERVER, how="left", maintain_order="left").with_columns(
         cycle_us=pl.when(is_logged()).then(pl.col("cycle_us") + work_us).otherwise("cycle_us")
@@ -277,15 +280,15 @@ def every_start(steps: pl.DataFrame, starts: pl.DataFrame) -> pl.DataFrame:
 
 
 def _work(intervals: pl.DataFrame) -> tuple[float, ...] | None:
-    """Return the engine's work between two waits for each of `_WORK`; null if waits and work disagree with the clock.
+    """Return the engine's work between two waits for each of `_WORK_TERMS`; null if waits and work disagree with the clock.
 
     Args:
-        intervals: time_us, and sums of `_WORK` of the intervals of a server that have no idle time.
+        intervals: time_us, and sums of `_WORK_TERMS` of the intervals of a server that have no idle time.
     """
     time_us, waits_us = (intervals[name].to_numpy() for name in ("time_us", "wait"))
     if waits_us.sum() < thresholds.LEAST_WAIT_SHARE * time_us.sum():
         return None
-    design = intervals.select(*_WORK).cast(pl.Float64).to_numpy()
+    design = intervals.select(*_WORK_TERMS).cast(pl.Float64).to_numpy()
     work_us = np.zeros(design.shape[1])
     rest_us = time_us - waits_us
     if len(design) >= thresholds.LEAST_LINES:
@@ -307,7 +310,7 @@ def _robust(design: Matrix, target: Vector) -> tuple[Vector, Vector]:
     """Return Huber's M-estimates of the coefficients of a linear model (Huber 1964), and their standard deviations."""
     root, solution, sd = np.ones(len(target)), np.zeros(design.shape[1]), 0.0
     weighed = design
-    for _ in range(_ROUNDS):
+    for _ in range(_HUBER_ROUNDS):
         weighed = design * root[:, None]
         solution = np.asarray(np.linalg.lstsq(weighed, target * root, rcond=None)[0], np.float64)
         off = target - design @ solution

@@ -24,8 +24,8 @@ _LEVELS = 0.3, 1.0, 8
 _SAMPLES = 200
 """The cache is sampled at the ends of about this many requests."""
 
-_LEAVES, _LATEST, _COMES, _RESUMES = range(4)
-"""Events of a request, in the order in which they happen at one step. `_LATEST` is the last step that can have preempted it."""
+_LEAVES, _LATEST_STEP, _COMES, _RESUMES = range(4)
+"""Events of a request, in the order in which they happen at one step. `_LATEST_STEP` is the last step that can have preempted it."""
 
 
 def steps_without_token(
@@ -74,14 +74,14 @@ class _FullCache:
         self.begins = np.full(len(self._last), np.inf)
         self._events = [(float(at), _LEAVES, i) for i, at in enumerate(self._last)]
         self._events += [(float(at), _COMES, i) for i, at in enumerate(self._first)]
-        self._events += [(float(self._latest[i]), _LATEST, int(i)) for i in np.flatnonzero(self._lost)]
+        self._events += [(float(self._latest[i]), _LATEST_STEP, int(i)) for i in np.flatnonzero(self._lost)]
         heapq.heapify(self._events)
 
     def run(self) -> Floats:
         """Return the step that preempts each request, at the latest the last that can have; shape (n,)."""
         happens = {
             _LEAVES: self._leaves,
-            _LATEST: self._preempted_at_latest,
+            _LATEST_STEP: self._preempted_at_latest,
             _COMES: self._comes,
             _RESUMES: self._resumes,
         }

@@ -12,7 +12,7 @@ from tracefit.timeline.segments import CORE_SPAN, core_events
 if TYPE_CHECKING:
     from tracefit.timeline.composition import EngineLimits
 
-_AHEAD = ("waiting_ahead", "tokens_ahead", "blocks_ahead", "outputs_ahead", "token_steps_ahead")
+_AHEAD_COLUMNS = ("waiting_ahead", "tokens_ahead", "blocks_ahead", "outputs_ahead", "token_steps_ahead")
 _AFTER = ("running_after", "remaining_after", "prefill_left_after", "kv_blocks_total")
 
 
@@ -54,7 +54,7 @@ def queue_state(journeys: pl.DataFrame, timeline: pl.DataFrame, limits: EngineLi
     return joined.select(
         *CORE_SPAN,
         "request_id",
-        *_AHEAD,
+        *_AHEAD_COLUMNS,
         running_reqs=running,
         running_remaining_tokens=at_start("remaining_after", 0),
         free_slots=slots - running - pl.col("waiting_ahead"),
@@ -98,5 +98,5 @@ def _waiting_ahead(journeys: pl.DataFrame, block_size: int) -> pl.DataFrame:
         ordered.with_columns(pl.col(name).cum_sum().over(ENGINE) - pl.col(name) for name in amounts)
         .filter(pl.col("event") == "QUEUED")
         .unique(CORE_SPAN, keep="first", maintain_order=True)
-        .select(*CORE_SPAN, "request_id", "step_id", "own_blocks", *_AHEAD)
+        .select(*CORE_SPAN, "request_id", "step_id", "own_blocks", *_AHEAD_COLUMNS)
     )

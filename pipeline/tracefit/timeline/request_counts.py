@@ -20,7 +20,7 @@ from tracefit.timeline import thresholds
 from tracefit.timeline.evidence_statistics import fullness, unevenness
 from tracefit.timeline.preemptions import steps_without_token
 from tracefit.timeline.request_graph import (
-    REQUEST_COLUMNS,
+    GRAPH_COLUMNS,
     RequestArrays,
     build_graph,
     fit_steps,
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from tracefit.timeline.evidence_statistics import Fullness
     from tracefit.timeline.request_graph import ConsistentEdges, Graph
 
-_ROUNDS = 4
+_COUNT_ROUNDS = 4
 """Rounds in which model and steps give each other."""
 
 
@@ -121,7 +121,7 @@ def _estimated_steps(server: _CountedServer, edges: ConsistentEdges) -> tuple[In
     exact = np.unique(root, return_inverse=True)[1]
     cluster, offset, steps = exact, exact_offset, edges.guess
     used = busy & (time_us > 0)
-    for turn in range(_ROUNDS):
+    for turn in range(_COUNT_ROUNDS):
         batch = server.batches(np.r_[0.0, np.cumsum(steps)])
         x = _terms(steps, batch)
         beta = robust_fit(x[used], time_us[used])
@@ -191,7 +191,7 @@ class CountedRequests:
 
     def __init__(self, requests: pl.DataFrame, rows: pl.Series, budget: float) -> None:
         self.rows = rows
-        self.arrays = RequestArrays.of(requests.select(REQUEST_COLUMNS)[rows])
+        self.arrays = RequestArrays.of(requests.select(GRAPH_COLUMNS)[rows])
         self.graph = build_graph(self.arrays, budget)
 
     @cached_property

@@ -35,7 +35,7 @@ _OLD_TIMES = ("arrival_ns", "ttft_us", "e2e_us")
 _CLIENT_TIMES = ("arrival_ns", "client_ttft_us", "client_e2e_us")
 """Times without which the steps of a request cannot be counted."""
 
-REQUEST_COLUMNS = (*_SERVER_TIMES, *_CLIENT_TIMES[1:], "dialect", "prompt_tokens", "output_tokens")
+GRAPH_COLUMNS = (*_SERVER_TIMES, *_CLIENT_TIMES[1:], "dialect", "prompt_tokens", "output_tokens")
 """Columns of a request that its steps are counted from."""
 
 

@@ -18,7 +18,7 @@ from tracefit.timeline import thresholds
 from tracefit.timeline.preemptions import steps_without_token
 from tracefit.timeline.request_counts import CountedRequests, is_completely_recorded
 from tracefit.timeline.request_evidence import examine
-from tracefit.timeline.request_graph import DEFAULT_TOKEN_BUDGET, REQUEST_COLUMNS, is_counted, is_usable
+from tracefit.timeline.request_graph import DEFAULT_TOKEN_BUDGET, GRAPH_COLUMNS, is_counted, is_usable
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
     from tracefit.timeline.engines import Ints
     from tracefit.timeline.request_graph import Graph, RequestArrays
 
-_WINDOWS, _WINDOW_REQUESTS = 8, 2_000
+_STEP_WINDOWS, _WINDOW_REQUESTS = 8, 2_000
 """Number of windows of a long recording whose requests get steps, and of requests in each: a model needs no more, and memory is
 bounded."""
 
-MOST_PLACED = _WINDOWS * _WINDOW_REQUESTS
+MOST_PLACED = _STEP_WINDOWS * _WINDOW_REQUESTS
 """Most requests of a server that get steps."""
 
 
@@ -68,7 +68,7 @@ PLACED_COLUMNS = (
 )
 """Columns of a request that follow from its steps."""
 
-COUNTED_COLUMNS = (*ENGINE, "trace_id", *REQUEST_COLUMNS, "queued_ns", "first_token_step")
+COUNTED_COLUMNS = (*ENGINE, "trace_id", *GRAPH_COLUMNS, "queued_ns", "first_token_step")
 """Columns of the `requests` table that show which steps its requests were in."""
 
 _STARTS = {
@@ -96,7 +96,7 @@ def count_steps(
     end = pl.col("arrival_ns") + (1e3 * pl.coalesce("e2e_us", "client_e2e_us")).cast(pl.Int64)
     numbered = requests.select(*SERVER, is_usable=is_usable(), end=end).with_row_index("row")
     countable = numbered.filter("is_usable").join(unknown, on=SERVER, how="anti").sort("end", "row")
-    columns = requests.select(*ENGINE, *REQUEST_COLUMNS).with_row_index("row")
+    columns = requests.select(*ENGINE, *GRAPH_COLUMNS).with_row_index("row")
     placed = []
     for server, rows in countable.group_by(SERVER, maintain_order=True):
         for window, numbers in enumerate(_windows(rows["row"])):
@@ -115,7 +115,7 @@ def _windows(rows: pl.Series) -> Iterator[pl.Series]:
     if rows.len() <= MOST_PLACED:
         yield rows
         return
-    for begin in np.linspace(0, rows.len() - _WINDOW_REQUESTS, _WINDOWS).astype(int):
+    for begin in np.linspace(0, rows.len() - _WINDOW_REQUESTS, _STEP_WINDOWS).astype(int):
         yield rows[int(begin) : int(begin) + _WINDOW_REQUESTS]
 
 

@@ -20,16 +20,16 @@ from tracefit.inputs.framing import BOM, RECORD_START
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-HEAD_BYTES, MOST_HEAD_BYTES = 64 << 10, 4 << 20
+CONTAINER_HEAD_BYTES, MOST_HEAD_BYTES = 64 << 10, 4 << 20
 """Bytes by which a container is recognised; of a document over several lines, whose end shows what it is, and of a log that spans follow."""
 
 PRETTY = re.compile(rb"[\[{]\s*\n|[\[{][^\n]*[\[{,:]\s*\n(?=[ \t\]}])")
 """The beginning of a document over several lines."""
 
-_PLAIN = re.compile(RECORD_START.pattern + rb"[^\n]{64}")
+_PLAIN_RECORD = re.compile(RECORD_START.pattern + rb"[^\n]{64}")
 """A record in a line of its own."""
 
-MOST_LAYERS = 4
+MOST_NESTED = 4
 """Containers around each other that are opened."""
 
 
@@ -76,12 +76,16 @@ def unwrapped(
         most_bytes: Longest item of a container.
         found: Receives the containers, the outermost first.
     """
-    for _ in range(MOST_LAYERS):
-        head, content = peeked(content, HEAD_BYTES)
+    for _ in range(MOST_NESTED):
+        head, content = peeked(content, CONTAINER_HEAD_BYTES)
         head = head.removeprefix(BOM).lstrip()
         # The usual case: there may be thousands of small files.
-        container = None if _PLAIN.match(head) else _container_of(head)
-        if container is None and len(head) >= HEAD_BYTES // 2 and (PRETTY.match(head) or _is_log(head)):
+        container = None if _PLAIN_RECORD.match(head) else _container_of(head)
+        if (
+            container is None
+            and len(head) >= CONTAINER_HEAD_BYTES // 2
+            and (PRETTY.match(head) or _is_log(head))
+        ):
             head, content = peeked(content, MOST_HEAD_BYTES)
             container = _container_of(head.removeprefix(BOM).lstrip())
         if container is None:
@@ -132,8 +136,8 @@ _SCOPES_OF_NAMES = {
 }
 _SCOPE_KEYS = ("otel.scope.name", "otel.library.name")
 _STATUS = {"OK": 1, "ERROR": 2}
-_KINDS = {"INTERNAL": 1, "SERVER": 2, "CLIENT": 3, "PRODUCER": 4, "CONSUMER": 5}
-_RESOURCE_KEYS = ("service.instance.id", "host.name", "host.id")
+_KIND_NUMBERS = {"INTERNAL": 1, "SERVER": 2, "CLIENT": 3, "PRODUCER": 4, "CONSUMER": 5}
+_SERVER_KEYS = ("service.instance.id", "host.name", "host.id")
 
 
 class Faulty(ValueError):  # noqa: N818 - it is a state of a span
@@ -253,7 +257,7 @@ def encoded(span: SpanItem) -> Encoded:
         "spanId": hex_id(span.span_id, 16),
         "parentSpanId": hex_id(span.parent_id, 16),
         "name": span.name,
-        "kind": _KINDS.get(kind.upper(), 1),
+        "kind": _KIND_NUMBERS.get(kind.upper(), 1),
         "startTimeUnixNano": span.start,
         "endTimeUnixNano": span.end,
         "attributes": pairs_of(tags),
@@ -311,5 +315,5 @@ def otlp_lines(spans: Iterable[Encoded]) -> list[bytes]:
 
 def with_resource(service: str, tags: dict[str, Any]) -> dict[str, Any]:
     """Return the resource of a container that keeps only the name of the service; other facts may be among the tags."""
-    found = {key: tags.pop(key) for key in _RESOURCE_KEYS if key in tags}
+    found = {key: tags.pop(key) for key in _SERVER_KEYS if key in tags}
     return {"service.name": service, **found} if service else found

@@ -22,7 +22,7 @@ from tracefit.inputs.containers.base import (
     otlp_lines,
     register,
 )
-from tracefit.inputs.containers.elements import UNREADABLE, joined, lines_in
+from tracefit.inputs.containers.elements import UNREADABLE_JSON, joined, lines_in
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -65,7 +65,7 @@ class _ConsoleSpan(msgspec.Struct):
     resource: dict[str, Any] | None = None
 
 
-_SPAN = msgspec.json.Decoder(_ConsoleSpan)
+_CONSOLE_DECODER = msgspec.json.Decoder(_ConsoleSpan)
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
@@ -78,7 +78,7 @@ def _ns(text: str) -> str:
 
 
 def _item(text: bytes) -> SpanItem:
-    span = _SPAN.decode(text)
+    span = _CONSOLE_DECODER.decode(text)
     resource = span.resource or {}
     values = resource.get("attributes", resource)
     status = span.status or _ConsoleStatus()
@@ -131,7 +131,7 @@ def _spans(documents: Iterator[bytes | Gap]) -> Iterator[bytes | Gap]:
         if not isinstance(document, Gap):
             try:
                 together.append(encoded(_item(document)))
-            except UNREADABLE:
+            except UNREADABLE_JSON:
                 gap = Gap("not a span of the console exporter", record=document)
         if gap or len(together) >= _MOST_TOGETHER:
             yield from otlp_lines(together)
@@ -155,9 +155,11 @@ CONSOLE = register(
     )
 )
 
-_RESOURCE_SPANS = rb'\{\s*"(?:resource"\s*:\s*\{|scopeSpans"\s*:\s*\[)'
-_FIND_JAVA = re.compile(rb"(?:^|\n)(?:[A-Z]{4,7}: |\[[^\n{]{0,200}|[0-9][^\n{]{0,200})?" + _RESOURCE_SPANS)
-_JAVA_LINE = re.compile(_RESOURCE_SPANS)
+_RESOURCE_SPANS_START = rb'\{\s*"(?:resource"\s*:\s*\{|scopeSpans"\s*:\s*\[)'
+_FIND_JAVA = re.compile(
+    rb"(?:^|\n)(?:[A-Z]{4,7}: |\[[^\n{]{0,200}|[0-9][^\n{]{0,200})?" + _RESOURCE_SPANS_START
+)
+_JAVA_LINE = re.compile(_RESOURCE_SPANS_START)
 
 
 def _java(lines: Iterator[bytes | Gap]) -> Iterator[bytes | Gap]:

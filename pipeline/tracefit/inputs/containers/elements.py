@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     import re
     from collections.abc import Callable, Generator, Iterable, Iterator
 
-UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError, OverflowError)
+UNREADABLE_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError, OverflowError)
 """Errors of items that cannot be read."""
 
-_OPEN, _CLOSE = 1, -1
-_BRACKETS = np.zeros(256, np.int8)
-_BRACKETS[[ord("{"), ord("[")]] = _OPEN
-_BRACKETS[[ord("}"), ord("]")]] = _CLOSE
+_OPEN, _NESTING = 1, -1
+_DEPTH_OF = np.zeros(256, np.int8)
+_DEPTH_OF[[ord("{"), ord("[")]] = _OPEN
+_DEPTH_OF[[ord("}"), ord("]")]] = _NESTING
 
 
 class _Depths:
@@ -39,7 +39,7 @@ class _Depths:
         """Return the positions of the brackets outside strings, whether each opens, and the depth after it."""
         data = np.frombuffer(chunk, np.uint8)
         quotes = self._quotes(data)
-        kinds = _BRACKETS[data]
+        kinds = _DEPTH_OF[data]
         at = np.flatnonzero(kinds)
         before = np.searchsorted(quotes, at) + self._in_string
         at = at[before & 1 == 0]
@@ -71,7 +71,7 @@ class _Depths:
 
 
 class _Cutter:
-    """Cuts one text; `convert` turns an item into what is yielded for it, or raises one of `UNREADABLE`."""
+    """Cuts one text; `convert` turns an item into what is yielded for it, or raises one of `UNREADABLE_JSON`."""
 
     def __init__(
         self,
@@ -111,7 +111,7 @@ class _Cutter:
                     continue
                 try:
                     converted = self._convert(item)
-                except UNREADABLE:
+                except UNREADABLE_JSON:
                     return (yield from self._failed(item, "not a record", chunk[position + 1 :]))
                 yield from converted
         if self._parts is not None and not self._is_skipped:
@@ -156,7 +156,7 @@ def items(
         depth: Brackets around an item.
         begins: Beginning of an item, by which the next one is found after damage.
         most_bytes: Longest item.
-        convert: Returns the lines of an item and its gaps, or raises one of `UNREADABLE`.
+        convert: Returns the lines of an item and its gaps, or raises one of `UNREADABLE_JSON`.
     """
     cutter = _Cutter(depth, begins, most_bytes, convert)
     yield from joined(_fed(cutter, content))
@@ -171,7 +171,7 @@ def _fed(cutter: _Cutter, content: Iterator[Piece | Gap]) -> Iterator[bytes | Ga
     yield from cutter.end()
 
 
-_PIECE_BYTES = 256 << 10
+_ELEMENT_BYTES = 256 << 10
 
 
 def joined(lines: Iterable[bytes | Gap]) -> Iterator[Piece | Gap]:
@@ -179,7 +179,7 @@ def joined(lines: Iterable[bytes | Gap]) -> Iterator[Piece | Gap]:
     parts: list[bytes] = []
     size = 0
     for line in lines:
-        if isinstance(line, Gap) or size >= _PIECE_BYTES:
+        if isinstance(line, Gap) or size >= _ELEMENT_BYTES:
             if parts:
                 yield Piece(b"".join(parts), is_stored=False)
             parts, size = [], 0

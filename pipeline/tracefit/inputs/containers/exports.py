@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from tracefit.inputs.compression import Gap, Piece
-from tracefit.inputs.containers.base import HEAD_BYTES, Container, Faulty, peeked, register
+from tracefit.inputs.containers.base import CONTAINER_HEAD_BYTES, Container, Faulty, peeked, register
 from tracefit.inputs.containers.elements import items
 from tracefit.inputs.containers.lines import Entry, iso_of_ns, printed
 from tracefit.inputs.framing import BOM
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _STAMP = re.compile(
     rb'"(?:timestamp"\s*:\s*"|@timestamp"\s*,\s*"value"\s*:\s*"|@timestamp"\s*:\s*")([0-9][0-9T:. Z-]{18,40})'
 )
-_UNSAFE = re.compile(r"[^A-Za-z0-9._@-]+")
+_UNSAFE_IN_LABELS = re.compile(r"[^A-Za-z0-9._@-]+")
 
 
 def _lines(entries: list[Entry]) -> list[bytes]:
@@ -38,7 +38,7 @@ def _reader(
     begins: re.Pattern[bytes], depth_of: Callable[[bytes], int], entries: Callable[[bytes], list[Entry]]
 ) -> Callable[[Iterator[Piece | Gap], int], Iterator[Piece | Gap]]:
     def read(content: Iterator[Piece | Gap], most_bytes: int) -> Iterator[Piece | Gap]:
-        head, content = peeked(content, HEAD_BYTES)
+        head, content = peeked(content, CONTAINER_HEAD_BYTES)
         depth = depth_of(head.removeprefix(BOM).lstrip())
         lines = items(content, depth, begins, most_bytes, lambda text: _lines(entries(text)))
         return in_order(lines, most_bytes, is_newest_first=_is_newest_first(head))
@@ -97,7 +97,7 @@ class _LokiLine(msgspec.Struct):
 
 
 _STREAM = msgspec.json.Decoder(_LokiStream)
-_LINE = msgspec.json.Decoder(_LokiLine)
+_LOKI_DECODER = msgspec.json.Decoder(_LokiLine)
 _LOKI_FIELDS = 2
 """A line's time and text; newer answers have its other labels too."""
 
@@ -121,7 +121,7 @@ def _loki(text: bytes) -> list[Entry]:
     if not text.startswith(b"{"):
         return []
     if _LOKI_LINE.match(text):
-        line = _LINE.decode(text)
+        line = _LOKI_DECODER.decode(text)
         time = iso_of_ns(int(line.timestamp)) if line.timestamp.isdigit() else line.timestamp
         return [
             Entry(line.line.rstrip("\n").encode(errors="replace"), time, line.labels or line.fields or {})
@@ -173,7 +173,7 @@ class _Field(msgspec.Struct):
 
 
 _EVENT, _DELIVERY = msgspec.json.Decoder(_CloudwatchEvent), msgspec.json.Decoder(_Delivery)
-_FIELDS, _TEXTS = msgspec.json.Decoder(list[_Field]), msgspec.json.Decoder(dict[str, Any])
+_EXPORT_DECODERS, _TEXT_DECODERS = msgspec.json.Decoder(list[_Field]), msgspec.json.Decoder(dict[str, Any])
 _BEFORE = rb'\{\s*(?:"[A-Za-z]{1,40}"\s*:\s*"[^"\\]{0,2000}"\s*,\s*){0,4}'
 """Texts that an answer may have before its list: tokens of pages, a key, the language of the query."""
 
@@ -191,7 +191,7 @@ _CLOUDWATCH_FIND = re.compile(
 
 
 def _container(stream: str) -> dict[str, str]:
-    name = _UNSAFE.sub("-", stream).strip("-")
+    name = _UNSAFE_IN_LABELS.sub("-", stream).strip("-")
     return {"container": name} if name else {}
 
 
@@ -203,12 +203,12 @@ def _cloudwatch_event(event: _CloudwatchEvent, stream: str = "") -> Entry:
 
 def _cloudwatch(text: bytes) -> list[Entry]:
     if text.startswith(b"["):
-        return [_insight({one.field: one.value for one in _FIELDS.decode(text)})]
+        return [_insight({one.field: one.value for one in _EXPORT_DECODERS.decode(text)})]
     if b'"logEvents"' in text:
         read = _DELIVERY.decode(text)
         return [_cloudwatch_event(event, read.stream) for event in read.events]
     if b'"@message"' in text:
-        return [_insight(_TEXTS.decode(text))]
+        return [_insight(_TEXT_DECODERS.decode(text))]
     event = _EVENT.decode(text)
     return [] if event.message is None else [_cloudwatch_event(event)]
 
@@ -268,7 +268,7 @@ class _GoogleEntry(
 
 
 _ENTRY = msgspec.json.Decoder(_GoogleEntry)
-_TEXT_KEYS = ("message", "log", "msg")
+_MESSAGE_KEYS = ("message", "log", "msg")
 _GOOGLE_KEYS = re.compile(rb'"(?:textPayload|jsonPayload)"\s*:')
 _GOOGLE_NAME = re.compile(rb'"logName"\s*:\s*"(?:projects|organizations|folders|billingAccounts)/')
 
@@ -285,7 +285,7 @@ def _google(text: bytes) -> list[Entry]:
     payload = entry.payload or {}
     line = entry.text
     if line is None:
-        line = next((payload[key] for key in _TEXT_KEYS if isinstance(payload.get(key), str)), None)
+        line = next((payload[key] for key in _MESSAGE_KEYS if isinstance(payload.get(key), str)), None)
     if line is None:
         # The agent reads a line of JSON: it was the content itself.
         line = msgspec.json.encode(payload).decode() if payload else None

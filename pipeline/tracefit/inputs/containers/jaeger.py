@@ -23,7 +23,7 @@ from tracefit.inputs.containers.base import (
     peeked,
     register,
 )
-from tracefit.inputs.containers.elements import UNREADABLE, items
+from tracefit.inputs.containers.elements import UNREADABLE_JSON, items
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 _FIND = re.compile(
     rb'\{(?:\s*"(?:errors|limit|offset|total)"\s*:\s*(?:null|[0-9]+|\[\s*\])\s*,)*\s*"data"\s*:\s*\['
 )
-_SPAN = re.compile(rb'"operationName"\s*:')
+_JAEGER_SPAN = re.compile(rb'"operationName"\s*:')
 _BEGIN = re.compile(rb'\{\s*"(?:traceID"\s*:\s*"[0-9a-fA-F]{1,32}"\s*,\s*"spans|processes)"\s*:')
-_EMPTY = re.compile(rb"\s*\]")
+_EMPTY_END = re.compile(rb"\s*\]")
 _FIND_LINE = re.compile(rb'[\[\s]*\{\s*"(?:traceID"\s*:\s*"[0-9a-fA-F]{1,32}"\s*,\s*"spans"\s*:\s*\[)')
 
 _MOST_TOGETHER = 512
@@ -93,7 +93,7 @@ class _JaegerTrace(msgspec.Struct):
     processes: dict[str, _JaegerProcess] | None = None
 
 
-_TRACE, _SPANS = msgspec.json.Decoder(_JaegerTrace), msgspec.json.Decoder(_JaegerSpan)
+_TRACE_DECODER, _JAEGER_DECODER = msgspec.json.Decoder(_JaegerTrace), msgspec.json.Decoder(_JaegerSpan)
 
 
 def _value(tag: _JaegerTag) -> Any:
@@ -116,7 +116,7 @@ def _event(log: _JaegerLog) -> tuple[str, str, dict[str, Any]]:
 
 
 def _item(text: msgspec.Raw, resources: dict[str, dict[str, Any]]) -> SpanItem:
-    span = _SPANS.decode(text)
+    span = _JAEGER_DECODER.decode(text)
     if span.start < 0 or span.duration < 0:
         raise Faulty("time before 1970")
     parents = (one.span_id for one in span.references or () if one.kind == "CHILD_OF")
@@ -139,7 +139,7 @@ def _resource(process: _JaegerProcess) -> dict[str, Any]:
 
 
 def _convert(text: bytes) -> Iterator[bytes | Gap]:
-    trace = _TRACE.decode(text)
+    trace = _TRACE_DECODER.decode(text)
     # A process names no other one, so that they cannot form a circle; one that is missing has no facts.
     return _lines(trace.spans, {key: _resource(each) for key, each in (trace.processes or {}).items()})
 
@@ -150,7 +150,7 @@ def _lines(spans: list[msgspec.Raw], resources: dict[str, dict[str, Any]]) -> It
         for text in spans[begin : begin + _MOST_TOGETHER]:
             try:
                 together.append(encoded(_item(text, resources)))
-            except UNREADABLE:
+            except UNREADABLE_JSON:
                 yield Gap("not a span of Jaeger's", record=bytes(text))
         yield from otlp_lines(together)
 
@@ -158,8 +158,8 @@ def _lines(spans: list[msgspec.Raw], resources: dict[str, dict[str, Any]]) -> It
 def _find(head: bytes) -> bool:
     match = _FIND.match(head)
     if match:
-        return bool(_EMPTY.match(head, match.end()) or _SPAN.search(head))
-    return bool(_FIND_LINE.match(head) and _SPAN.search(head))
+        return bool(_EMPTY_END.match(head, match.end()) or _JAEGER_SPAN.search(head))
+    return bool(_FIND_LINE.match(head) and _JAEGER_SPAN.search(head))
 
 
 def _read(content: Iterator[Piece | Gap], most_bytes: int) -> Iterator[Piece | Gap]:

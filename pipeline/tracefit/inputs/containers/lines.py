@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from tracefit.inputs.compression import Gap
-from tracefit.inputs.containers.base import HEAD_BYTES, Container, peeked, register
-from tracefit.inputs.containers.elements import UNREADABLE, joined, lines_in
+from tracefit.inputs.containers.base import CONTAINER_HEAD_BYTES, Container, peeked, register
+from tracefit.inputs.containers.elements import UNREADABLE_JSON, joined, lines_in
 from tracefit.inputs.formats import RECORDINGS
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _DOCKER_PART_BYTES = 16 << 10
 """Docker cuts lines at this length."""
 
-_NOTHING: dict[str, Any] = {}
+_NO_LABELS: dict[str, Any] = {}
 
 
 class Entry(NamedTuple):
@@ -41,7 +41,7 @@ class Entry(NamedTuple):
 
     text: bytes
     time: str = ""
-    labels: dict[str, Any] = _NOTHING
+    labels: dict[str, Any] = _NO_LABELS
     stream: str = ""
     is_part: bool = False
 
@@ -101,18 +101,18 @@ class _Docker(msgspec.Struct):
 
 _DOCKER, _OBJECT = msgspec.json.Decoder(_Docker), msgspec.json.Decoder(dict[str, Any])
 _DOCKER_KEYS = frozenset({"log", "stream", "time"})
-_LINE_END = b'\\n"'
+_STREAM_LINE_END = b'\\n"'
 _DOCKER_FIND = re.compile(rb'\{[^\n]{0,2000}?"log"\s*:\s*"')
 
 
 def _docker_line(line: bytes, stamped: tuple[bytes, ...] = ()) -> tuple[_Docker, dict[str, Any]] | None:
     try:
         read = _DOCKER.decode(line)
-        labels = _NOTHING
+        labels = _NO_LABELS
         # Other keys are rare: Docker's own options, and those of collectors that pass its lines on.
         if line.count(b'":') > len(_DOCKER_KEYS) and any(mark in line for mark in stamped):
             labels = {k: v for k, v in _OBJECT.decode(line).items() if k not in _DOCKER_KEYS}
-    except UNREADABLE:
+    except UNREADABLE_JSON:
         return None
     return read, labels
 
@@ -138,9 +138,9 @@ def _docker(lines: Iterator[bytes | Gap], *, has_ends: bool) -> Iterator[Entry |
 
 
 def _read_docker(content: Iterator[Piece | Gap], most_bytes: int) -> Iterator[Piece | Gap]:
-    head, content = peeked(content, HEAD_BYTES)
+    head, content = peeked(content, CONTAINER_HEAD_BYTES)
     # Collectors that pass lines on drop their ends.
-    entries = _docker(lines_in(content, most_bytes), has_ends=_LINE_END in head)
+    entries = _docker(lines_in(content, most_bytes), has_ends=_STREAM_LINE_END in head)
     return printed(entries, most_bytes)
 
 
@@ -246,7 +246,7 @@ class _Journal(
 
 
 _JOURNAL = msgspec.json.Decoder(_Journal)
-_UNSAFE = re.compile(r"[^A-Za-z0-9._@-]")
+_UNSAFE_IN_NAMES = re.compile(r"[^A-Za-z0-9._@-]")
 
 
 def _journal(lines: Iterator[bytes | Gap]) -> Iterator[Entry | Gap]:
@@ -265,12 +265,12 @@ def _journal(lines: Iterator[bytes | Gap]) -> Iterator[Entry | Gap]:
                 else bytes(read.message or ()).decode(errors="replace")
             )
             time = iso_of_ns(int(read.real_us) * 1000) if read.real_us else ""
-        except UNREADABLE:
+        except UNREADABLE_JSON:
             yield Gap("not an entry of the journal", record=line)
             continue
         name = read.identifier or read.unit
-        host = _UNSAFE.sub("-", read.host)
-        sender = f"{host} {_UNSAFE.sub('-', name)}[{read.pid or 0}]:" if host and name else ""
+        host = _UNSAFE_IN_NAMES.sub("-", read.host)
+        sender = f"{host} {_UNSAFE_IN_NAMES.sub('-', name)}[{read.pid or 0}]:" if host and name else ""
         yield Entry(message.encode(errors="replace"), f"{time} {sender}".strip())
 
 

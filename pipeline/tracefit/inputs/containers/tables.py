@@ -18,16 +18,16 @@ if TYPE_CHECKING:
     from tracefit.inputs.compression import Piece
 
 _MESSAGES = ("@message", "textPayload", "jsonPayload.message", "jsonPayload.log", "jsonPayload.msg")
-_TIMES = ("@timestamp", "timestamp", "receiveTimestamp")
-_LABELS = {
+_TIME_COLUMNS = ("@timestamp", "timestamp", "receiveTimestamp")
+_LABEL_COLUMNS = {
     "@logStream": "container",
     "resource.labels.pod_name": "pod_name",
     "resource.labels.container_name": "container_name",
 }
-_NAME = r'"?[A-Za-z@][A-Za-z0-9@._/-]{0,127}"?'
+_CELL_NAME = r'"?[A-Za-z@][A-Za-z0-9@._/-]{0,127}"?'
 _FIND = re.compile(
     rf'(?=[^\n]{{0,8000}}(?:^|[,"])(?:{"|".join(map(re.escape, _MESSAGES[:2]))})["\r\n,])'
-    rf"{_NAME}(?:,{_NAME}){{1,200}}\r?\n".encode()
+    rf"{_CELL_NAME}(?:,{_CELL_NAME}){{1,200}}\r?\n".encode()
 )
 _FIELD = re.compile(rb',"(?:[^"]++|"")*+"(?=,|\Z)|,[^",]*+(?=,|\Z)')
 _NO_ZONE = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9:.]+")
@@ -70,19 +70,21 @@ def _entries(batches: Iterator[list[bytes] | Gap]) -> Iterator[Entry | Gap]:
 
 def _read_rows(header: bytes, rows: list[bytes]) -> Iterator[Entry | Gap]:
     names = next(_fields([header]), None) or []
-    places = {name: place for place, name in enumerate(names)}
-    messages, times = ([places[key] for key in keys if key in places] for keys in (_MESSAGES, _TIMES))
-    labels = [(places[key], label) for key, label in _LABELS.items() if key in places]
+    positions = {name: position for position, name in enumerate(names)}
+    messages, times = (
+        [positions[key] for key in keys if key in positions] for keys in (_MESSAGES, _TIME_COLUMNS)
+    )
+    labels = [(positions[key], label) for key, label in _LABEL_COLUMNS.items() if key in positions]
     for row, fields in zip(rows, _fields(rows), strict=True):
         if fields is None or len(fields) != len(names):
             yield Gap("not a row of CSV", record=row)
             continue
-        text = next((fields[place] for place in messages if fields[place]), "")
-        time = next((fields[place] for place in times if fields[place]), "").replace(" ", "T", 1)
+        text = next((fields[position] for position in messages if fields[position]), "")
+        time = next((fields[position] for position in times if fields[position]), "").replace(" ", "T", 1)
         yield Entry(
             text.rstrip("\n").encode(errors="replace"),
             f"{time}Z" if _NO_ZONE.fullmatch(time) else time,
-            {label: fields[place] for place, label in labels if fields[place]},
+            {label: fields[position] for position, label in labels if fields[position]},
         )
 
 

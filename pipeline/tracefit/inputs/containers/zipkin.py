@@ -25,7 +25,7 @@ from tracefit.inputs.containers.base import (
     register,
     with_resource,
 )
-from tracefit.inputs.containers.elements import UNREADABLE, items
+from tracefit.inputs.containers.elements import UNREADABLE_JSON, items
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from tracefit.inputs.compression import Piece
 
 _FIND = re.compile(rb'[\[\s]*\{(?=[^{}]{0,400}"(?:traceId|id)"\s*:\s*")')
-_KEYS = tuple(re.compile(rb'"%b"\s*:' % key) for key in (b"traceId", b"id", b"timestamp", b"duration"))
+_ZIPKIN_KEYS = tuple(re.compile(rb'"%b"\s*:' % key) for key in (b"traceId", b"id", b"timestamp", b"duration"))
 _OTLP = re.compile(rb'"(?:startTimeUnixNano|spanId)"')
 _BEGIN = re.compile(
     rb'\{\s*"(?:(?:traceId|id|parentId|name|kind)"\s*:\s*"|duration"\s*:\s*[0-9]|annotations"\s*:\s*\[)'
@@ -68,7 +68,7 @@ class _ZipkinSpan(
     tags: dict[str, str] | None = None
 
 
-_SPANS, _LIST = msgspec.json.Decoder(_ZipkinSpan), msgspec.json.Decoder(list[msgspec.Raw])
+_ZIPKIN_DECODER, _LIST = msgspec.json.Decoder(_ZipkinSpan), msgspec.json.Decoder(list[msgspec.Raw])
 
 
 def _event(annotation: _ZipkinAnnotation) -> tuple[str, str, dict[str, Any]]:
@@ -88,7 +88,7 @@ def _event(annotation: _ZipkinAnnotation) -> tuple[str, str, dict[str, Any]]:
 
 
 def _item(text: msgspec.Raw) -> SpanItem:
-    span = _SPANS.decode(text)
+    span = _ZIPKIN_DECODER.decode(text)
     if span.timestamp < 0 or span.duration < 0:
         raise Faulty("time before 1970")
     tags: dict[str, Any] = dict(span.tags or {})
@@ -117,13 +117,15 @@ def _lines(spans: list[msgspec.Raw]) -> Iterator[bytes | Gap]:
         for text in spans[begin : begin + _MOST_TOGETHER]:
             try:
                 together.append(encoded(_item(text)))
-            except UNREADABLE:
+            except UNREADABLE_JSON:
                 yield Gap("not a span of Zipkin's", record=bytes(text))
         yield from otlp_lines(together)
 
 
 def _find(head: bytes) -> bool:
-    return bool(_FIND.match(head) and all(key.search(head) for key in _KEYS) and not _OTLP.search(head))
+    return bool(
+        _FIND.match(head) and all(key.search(head) for key in _ZIPKIN_KEYS) and not _OTLP.search(head)
+    )
 
 
 def _read(content: Iterator[Piece | Gap], most_bytes: int) -> Iterator[Piece | Gap]:

@@ -19,8 +19,8 @@ import msgspec
 from tracefit.inputs.formats import Recording
 from tracefit.inputs.framing import BOM
 from tracefit.recordings.clients.base import (
-    POINTS,
-    REQUESTS,
+    FILLS_POINTS,
+    FILLS_REQUESTS,
     STEPPED,
     WALL,
     ClientRequest,
@@ -64,7 +64,7 @@ class _AiRequest(msgspec.Struct):
     error: Any = None
 
 
-_UNITS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "sec": 1.0, "s": 1.0, "tokens": 1.0}
+_UNIT_SECONDS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "sec": 1.0, "s": 1.0, "tokens": 1.0}
 
 
 def _aiperf(record: bytes) -> ClientRequest:
@@ -74,9 +74,9 @@ def _aiperf(record: bytes) -> ClientRequest:
         if name not in decoded.metrics:
             return None
         item = msgspec.json.decode(decoded.metrics[name], type=_AiValue)
-        if item.unit not in _UNITS:
+        if item.unit not in _UNIT_SECONDS:
             raise msgspec.ValidationError(f"{name} of an unknown unit")
-        factor = _UNITS[item.unit]
+        factor = _UNIT_SECONDS[item.unit]
         return [v * factor for v in item.value] if isinstance(item.value, list) else item.value * factor
 
     def count(*names: str) -> int | None:
@@ -108,7 +108,7 @@ FORMAT = declare_client(
         "aiperf",
         "AIPerf's records",
         finder("document", rb'"request_start_ns"\s*:', rb'"record_processor_id"\s*:'),
-        fills=REQUESTS + STEPPED,
+        fills=FILLS_REQUESTS + STEPPED,
         units="ms and ns",
         clock=WALL,
         versions="aiperf 0.2.0 to 0.13.0",
@@ -118,7 +118,7 @@ FORMAT = declare_client(
 
 # -- its summary, and that of genai-perf --------------------------------------------------------------------
 
-_SUMMED = {
+_SUMMED_RECORDS = {
     "time_to_first_token": "ttft",
     # (request latency - TTFT) / (output tokens - 1) of each request.
     "inter_token_latency": "tpot",
@@ -187,16 +187,16 @@ def _summary(payload: bytes, folder: str) -> Iterable[Point]:
             if name not in _KNOWN and not (isinstance(value, dict) and "unit" in value)
         ),
     }
-    for name, latency in _SUMMED.items():
+    for name, latency in _SUMMED_RECORDS.items():
         metric = _metric(report, name)
         unit = str(metric.get("unit"))
         if not metric:
             continue
-        if unit not in _UNITS:
+        if unit not in _UNIT_SECONDS:
             raise msgspec.ValidationError(f"{name} of an unknown unit")
         for statistic in ("mean", "p50", "p90", "p95", "p99"):
             key, column = "avg" if statistic == "mean" else statistic, f"{latency}_{statistic}_us"
-            point[column] = summed(f"{name}.{key}", column, metric.get(key), _UNITS[unit] * 1e6)
+            point[column] = summed(f"{name}.{key}", column, metric.get(key), _UNIT_SECONDS[unit] * 1e6)
     for name, column in _COUNTED.items():
         point[column] = summed(f"{name}.avg", column, _metric(report, name).get("avg"))
     models = [v for name in ("model_names", "model", "models") for v in _values_of(config, name)]
@@ -252,7 +252,7 @@ def _summaries(payload: bytes, path: str) -> PointParts:
 
 
 _MOST_SEARCHED = 1 << 20
-_KEYS = [
+_AIPERF_KEYS = [
     re.compile(key)
     for key in (
         rb'"request_latency"\s*:\s*\{',
@@ -264,16 +264,18 @@ _KEYS = [
 
 
 def _find_summary(head: bytes) -> tuple[Shape, Encoding] | None:
-    is_one = head.removeprefix(BOM).lstrip().startswith(b"{") and all(key.search(head) for key in _KEYS)
+    is_one = head.removeprefix(BOM).lstrip().startswith(b"{") and all(
+        key.search(head) for key in _AIPERF_KEYS
+    )
     return ("document", "json") if is_one else None
 
 
-SUMMARY = declare_client(
+AIPERF_SUMMARY = declare_client(
     Recording(
         "aiperf_summary",
         "AIPerf's and genai-perf's summary",
         _find_summary,
-        fills=POINTS,
+        fills=FILLS_POINTS,
         units="as each value states",
         clock="none",
         versions="aiperf 0.2.0 to 0.13.0, genai-perf 0.0.8 to 0.0.16",

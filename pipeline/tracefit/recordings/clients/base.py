@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from tracefit.recordings.point_rows import PointParts
     from tracefit.recordings.requests import Parts
 
-STEPS = declare(
+CLIENT_STEPS = declare(
     CycleSource(
         name="client",
         recorder="token times of a load generator",
@@ -47,7 +47,7 @@ STEPS = declare(
     )
 )
 
-_APART = 3
+_APART_TIMES = 3
 """Tokens are of different steps if they arrive apart by more than the shorter of their times divided by this."""
 
 _MOST_LASTED_S, _MOST_TOKENS = 1e6, 2**31
@@ -322,7 +322,7 @@ def steps_seen(requests: pl.DataFrame) -> pl.DataFrame:
             context=pl.when("is_loop").then(pl.col("prompt_tokens") + pl.col("token") - 1).otherwise(0),
         )
     )
-    steps = steps_of(tokens, 1, STEPS, _APART)
+    steps = steps_of(tokens, 1, CLIENT_STEPS, _APART_TIMES)
     if _odd_share(tokens) > _MOST_ODD:
         steps = steps.with_columns(cycle_us=pl.lit(None, pl.Float64))
     missing = [pl.lit(None).alias(name) for name in names if name not in steps.columns]
@@ -333,7 +333,7 @@ def steps_seen(requests: pl.DataFrame) -> pl.DataFrame:
 def _odd_share(tokens: pl.DataFrame) -> float:
     """Return the share of requests that are not in every step from their first token to their last."""
     spread = (
-        batch_numbers(tokens, _APART)
+        batch_numbers(tokens, _APART_TIMES)
         .group_by("request")
         .agg(odd=pl.col("batch").max() - pl.col("batch").min() + 1 != pl.len())
     )
@@ -354,12 +354,12 @@ def finder(shape: Shape, *patterns: bytes) -> Callable[[bytes], tuple[Shape, Enc
     return find
 
 
-REQUESTS = (
+FILLS_REQUESTS = (
     "`requests` with the client's TTFT, ITL and E2E, next to the server's if it traces the requests too"
 )
 COUNTED = "; without spans, also `timeline`, as from spans of stock vLLM"
 STEPPED = "; without spans, also `steps` and `timeline` with the batch of each step"
-POINTS = "`points`: its summary"
+FILLS_POINTS = "`points`: its summary"
 BOOT = "the client's, which begins at boot"
 WALL = "the client's wall clock"
 
@@ -381,6 +381,6 @@ def declare_client(
             recording,
             decode=decoder(recording.title, parts, points),
             asked="a load generator's log",
-            sources=(STEPS.name,) if STEPPED in recording.fills else (),
+            sources=(CLIENT_STEPS.name,) if STEPPED in recording.fills else (),
         )
     )

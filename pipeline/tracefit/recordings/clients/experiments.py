@@ -10,7 +10,7 @@ from tracefit.inputs.formats import Recording
 from tracefit.recordings.blocks import MOST_S
 from tracefit.recordings.clients.base import (
     COUNTED,
-    REQUESTS,
+    FILLS_REQUESTS,
     ClientRequest,
     Seconds,
     declare_client,
@@ -20,7 +20,7 @@ from tracefit.recordings.clients.base import (
 )
 from tracefit.recordings.requests import TokenCount, from_json
 from tracefit.tables.dialects import NOT_SENT_S
-from tracefit.tables.unread import LENGTHS, TIMES
+from tracefit.tables.unread import UNREAD_LENGTHS, UNREAD_TIMES
 
 
 class _Sent(msgspec.Struct):
@@ -73,23 +73,23 @@ SENT = declare_client(
         "experiment_requests",
         "the requests that an experiment of inference-sim sent",
         finder("document", rb'"requests"\s*:\s*\[', rb'"arrival_time_us"\s*:'),
-        fills=REQUESTS + COUNTED,
+        fills=FILLS_REQUESTS + COUNTED,
         units="us",
         clock="the client's, which begins at its first request",
-        lacks=(TIMES,),
+        lacks=(UNREAD_TIMES,),
         versions="February 2026",
     ),
     items_of(_experiment, _sent),
 )
-MEASURED = declare_client(
+MEASURED_FORMAT = declare_client(
     Recording(
         "experiment_latencies",
         "the latencies that an experiment of inference-sim measured",
         finder("document", rb'^\s*\[\s*\{\s*"index"\s*:', rb'"ttft_s"\s*:'),
-        fills=REQUESTS,
+        fills=FILLS_REQUESTS,
         units="s",
         clock="none, because it has only durations; the file of sent requests has their times",
-        lacks=LENGTHS,
+        lacks=UNREAD_LENGTHS,
         versions="February 2026",
     ),
     items_of(raw_items, _received),

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 
 from tracefit.inputs.formats import Recording
-from tracefit.recordings.blocks import UNREADABLE
+from tracefit.recordings.blocks import UNREADABLE_RECORD
 from tracefit.recordings.clients.base import (
-    REQUESTS,
+    FILLS_REQUESTS,
     STEPPED,
     WALL,
     ClientRequest,
@@ -54,7 +54,7 @@ def _parts(payload: bytes) -> Parts[ClientRequest]:
     for number, text in enumerate(from_json(payload, _Profiles).experiments):
         try:
             requests = msgspec.json.decode(text, type=_Profile).requests
-        except UNREADABLE as error:
+        except UNREADABLE_RECORD as error:
             yield 0, bytes(text), partial(refuse, error)
             continue
         yield from ((0, bytes(request), partial(_profiled, benchmark=number)) for request in requests)
@@ -134,7 +134,7 @@ FORMAT = declare_client(
         "genai_perf",
         "genai-perf's profile",
         finder("document", rb'"experiments"\s*:\s*\[', rb'"response_timestamps"\s*:'),
-        fills=f"{REQUESTS}{STEPPED}, where the server states lengths",
+        fills=f"{FILLS_REQUESTS}{STEPPED}, where the server states lengths",
         units="ns",
         clock=WALL,
         versions="genai-perf 0.0.8 to 0.0.16 (Triton's Performance Analyzer)",

@@ -15,11 +15,11 @@ import msgspec
 
 from tracefit.errors import UsageError
 from tracefit.inputs.formats import Recording
-from tracefit.recordings.blocks import UNREADABLE
+from tracefit.recordings.blocks import UNREADABLE_RECORD
 from tracefit.recordings.clients.base import (
     COUNTED,
-    POINTS,
-    REQUESTS,
+    FILLS_POINTS,
+    FILLS_REQUESTS,
     WALL,
     ClientRequest,
     Seconds,
@@ -145,7 +145,7 @@ def _guide_parts(payload: bytes) -> Parts[ClientRequest]:
     for number, text in enumerate(_report(payload)):
         try:
             benchmark = from_json(bytes(text), _GuideBenchmark)
-        except UNREADABLE as error:
+        except UNREADABLE_RECORD as error:
             yield 0, bytes(text), partial(refuse, error)
             continue
         if benchmark.requests is None and benchmark.metrics is None:
@@ -165,14 +165,14 @@ def _guide_parts(payload: bytes) -> Parts[ClientRequest]:
 
 # -- its summary --------------------------------------------------------------------------------------------
 
-_SUMMED = {
+_SUMMED_REPORT = {
     "time_to_first_token_ms": ("ttft", 1e3),
     # Between the first token and the last, for each request; `time_per_output_token_ms` counts the prompt's time too.
     "inter_token_latency_ms": ("tpot", 1e3),
     "request_latency": ("e2e", 1e6),
 }
 
-_MEANS = {
+_MEAN_KEYS = {
     "prompt_token_count": "prompt_tokens",
     "output_token_count": "output_tokens",
     "requests_per_second": "requests_per_s",
@@ -234,7 +234,7 @@ def _of_good(metrics: dict[str, Any], name: str) -> dict[str, Any]:
 def _point(text: bytes) -> Iterable[Point]:
     benchmark = from_json(text, dict[str, Any])
     metrics = benchmark.get("metrics")
-    if not isinstance(metrics, dict) or not any(_of_good(metrics, name) for name in _SUMMED):
+    if not isinstance(metrics, dict) or not any(_of_good(metrics, name) for name in _SUMMED_REPORT):
         return []  # nothing succeeded
     kept = {name for name, value in metrics.items() if isinstance(value, dict) and "successful" in value}
     point: Point = {
@@ -243,14 +243,14 @@ def _point(text: bytes) -> Iterable[Point]:
         "settings": {},
         "unread": unread_of([*(benchmark.keys() - _KNOWN), *(metrics.keys() - kept - _KNOWN)]),
     }
-    for name, (latency, factor) in _SUMMED.items():
+    for name, (latency, factor) in _SUMMED_REPORT.items():
         good = _of_good(metrics, name)
         percentiles = good.get("percentiles")
         values = {"mean": good.get("mean"), **(percentiles if isinstance(percentiles, dict) else {})}
         for statistic in ("mean", "p50", "p90", "p95", "p99"):
             column = f"{latency}_{statistic}_us"
             point[column] = summed(f"{name}.{statistic}", column, values.get(statistic), factor)
-    for name, column in _MEANS.items():
+    for name, column in _MEAN_KEYS.items():
         point[column] = summed(f"{name}.mean", column, _of_good(metrics, name).get("mean"))
     totals = metrics.get("request_totals") or benchmark.get("request_totals")
     if isinstance(totals, dict):
@@ -316,7 +316,7 @@ FORMAT = declare_client(
         "guidellm",
         "GuideLLM's report",
         _find,
-        fills=f"{POINTS}; {REQUESTS}{COUNTED}",
+        fills=f"{FILLS_POINTS}; {FILLS_REQUESTS}{COUNTED}",
         units="s",
         clock=WALL,
         versions="guidellm 0.2.1 to 0.8.1, JSON and YAML",

@@ -18,8 +18,8 @@ import msgspec
 
 from tracefit.inputs.formats import Recording
 from tracefit.inputs.framing import records
-from tracefit.recordings.blocks import UNREADABLE
-from tracefit.recordings.clients.base import POINTS, declare_client, number_of
+from tracefit.recordings.blocks import UNREADABLE_RECORD
+from tracefit.recordings.clients.base import FILLS_POINTS, declare_client, number_of
 from tracefit.recordings.clients.guidellm import PROGRAM, load_of
 from tracefit.recordings.point_rows import checked
 
@@ -31,19 +31,19 @@ if TYPE_CHECKING:
     from tracefit.recordings.point_rows import Point, PointParts
 
 _WRITTEN_BY = "guidellm with a JSON report beside the CSV (--output-path report.json, or --output kind=json), and no limit on sampled requests"
-_FLAT = re.compile(rb"^(?:\xef\xbb\xbf)?Type,Run Id,Id,Name,Start Time,")
+_FLAT_HEADER = re.compile(rb"^(?:\xef\xbb\xbf)?Type,Run Id,Id,Name,Start Time,")
 _GROUPED = re.compile(rb"^(?:\xef\xbb\xbf)?Run(?:time)? Info,Run(?:time)? Info,")
 _NAMES_OF_GROUPED = 3
 _OLD_STATISTICS = re.compile(r" (mean|median|std dev|\[min, .*\])$")
 
-_LATENCIES = {
+_LATENCY_LABELS = {
     # Since 0.4, and before.
     "ttft": (("time to first token successful ms", "successful time to first token ms"), 1e3),
     # Between the first token and the last, for each request; the time per output token counts the prompt's time too.
     "tpot": (("inter token latency successful ms", "successful inter token latency ms"), 1e3),
     "e2e": (("request latency successful sec", "successful request latency"), 1e6),
 }
-_MEANS = {
+_MEAN_LABELS = {
     "prompt_tokens": ("token metrics successful input tokens", "successful prompt token count"),
     "output_tokens": ("token metrics successful output tokens", "successful output token count"),
     "requests_per_s": ("server throughput successful requests/sec", "successful requests per second"),
@@ -52,17 +52,17 @@ _MEANS = {
         "successful output tokens per second",
     ),
 }
-_COUNTS = {
+_COUNT_LABELS = {
     "requests": ("request counts successful", "successful requests"),
     "failed_requests": ("request counts errored", "errored requests"),
 }
-_LISTED = {"p90": 7, "p95": 8, "p99": 9}
+_LISTED_PERCENTILES = {"p90": 7, "p95": 8, "p99": 9}
 """Places of percentiles in a cell: [min, 0.1, 1, 5, 10, 25, 75, 90, 95, 99, max]."""
 _LIST_SIZE = 11
 
 
 def _find(head: bytes) -> tuple[Shape, Encoding] | None:
-    return ("document", "csv") if _FLAT.match(head) or _GROUPED.match(head) else None
+    return ("document", "csv") if _FLAT_HEADER.match(head) or _GROUPED.match(head) else None
 
 
 def _fields(line: bytes) -> list[str]:
@@ -105,11 +105,11 @@ def _point(names: list[str], line: bytes) -> Iterable[Point]:
             "give the JSON report"
         )
     point: Point = {"program": PROGRAM, "requests_written_by": _WRITTEN_BY, "settings": {}, "unread": []}
-    for latency, (spellings, factor) in _LATENCIES.items():
+    for latency, (spellings, factor) in _LATENCY_LABELS.items():
         for statistic, value in _statistics(row, spellings).items():
             point[f"{latency}_{statistic}_us"] = value * factor
-    point |= {column: _statistics(row, spellings).get("mean") for column, spellings in _MEANS.items()}
-    point |= {column: int(_number(row, *spellings)) for column, spellings in _COUNTS.items()}
+    point |= {column: _statistics(row, spellings).get("mean") for column, spellings in _MEAN_LABELS.items()}
+    point |= {column: int(_number(row, *spellings)) for column, spellings in _COUNT_LABELS.items()}
     point["duration_us"] = _number(row, "timings duration sec", "duration") * 1e6 or None
     return [checked(point | _load(row) | {"model": _model(row)})]
 
@@ -138,7 +138,9 @@ def _statistics(row: Mapping[str, str], spellings: tuple[str, ...]) -> dict[str,
         )
         if len(listed) != _LIST_SIZE:
             raise msgspec.ValidationError(f"{len(listed)} percentiles in place of {_LIST_SIZE}")
-        values |= {statistic: number_of(listed[place]) for statistic, place in _LISTED.items()}
+        values |= {
+            statistic: number_of(listed[position]) for statistic, position in _LISTED_PERCENTILES.items()
+        }
     return {statistic: value for statistic, value in values.items() if value}
 
 
@@ -149,7 +151,7 @@ def _object(row: Mapping[str, str], *names: str) -> dict[str, Any]:
     text = next((row[name] for name in names if name in row), "")
     try:
         found = msgspec.json.decode(text)
-    except UNREADABLE:
+    except UNREADABLE_RECORD:
         return {}
     return found if isinstance(found, dict) else {}
 
@@ -184,7 +186,7 @@ FORMAT = declare_client(
         "guidellm_csv",
         "GuideLLM's CSV",
         _find,
-        fills=POINTS,
+        fills=FILLS_POINTS,
         units="in the names of its columns",
         clock="none",
         versions="guidellm 0.2.1 to 0.8.1",

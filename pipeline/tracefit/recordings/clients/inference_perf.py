@@ -15,8 +15,8 @@ import msgspec
 from tracefit.inputs.formats import Recording
 from tracefit.recordings.clients.base import (
     BOOT,
-    POINTS,
-    REQUESTS,
+    FILLS_POINTS,
+    FILLS_REQUESTS,
     STEPPED,
     ClientRequest,
     Seconds,
@@ -106,7 +106,7 @@ FORMAT = declare_client(
         "inference_perf",
         "inference-perf's requests",
         finder("document", rb'^\s*\[\s*\{\s*"start_time"\s*:[^,{}\[\]]{1,40},\s*"end_time"\s*:'),
-        fills=REQUESTS + STEPPED,
+        fills=FILLS_REQUESTS + STEPPED,
         units="s",
         clock=BOOT,
         versions="inference-perf 0.1.1 to 0.7.0, with and without streaming",
@@ -116,7 +116,7 @@ FORMAT = declare_client(
 
 # -- its summaries ------------------------------------------------------------------------------------------
 
-_SUMMED = {
+_SUMMED_REQUESTS = {
     "time_to_first_token": "ttft",
     "time_per_output_token": "tpot",
     "inter_token_latency": "itl",
@@ -139,9 +139,11 @@ def _summary(payload: bytes) -> Iterable[Point]:
         "program": _PROGRAM,
         "requests_written_by": _WRITTEN_BY,
         "settings": {},
-        "unread": unread_of([*(report.keys() - _KNOWN), *(latencies.keys() - _SUMMED.keys() - _KNOWN)]),
+        "unread": unread_of(
+            [*(report.keys() - _KNOWN), *(latencies.keys() - _SUMMED_REQUESTS.keys() - _KNOWN)]
+        ),
     }
-    for name, latency in _SUMMED.items():
+    for name, latency in _SUMMED_REQUESTS.items():
         values = _object(latencies.get(name))
         for statistic, keys in {
             "mean": ("mean",),
@@ -177,21 +179,21 @@ def _summaries(payload: bytes, _: str) -> PointParts:
     yield 0, payload, _summary
 
 
-_KEYS = [
+_INFERENCE_PERF_KEYS = [
     re.compile(key) for key in (rb'"load_summary"\s*:', rb'"successes"\s*:', rb'"failures"\s*:|"latency"\s*:')
 ]
 
 
 def _find_summary(head: bytes) -> tuple[Shape, Encoding] | None:
-    return ("document", "json") if all(key.search(head) for key in _KEYS) else None
+    return ("document", "json") if all(key.search(head) for key in _INFERENCE_PERF_KEYS) else None
 
 
-SUMMARY = declare_client(
+INFERENCE_PERF_SUMMARY = declare_client(
     Recording(
         "inference_perf_summary",
         "inference-perf's summary of a run or a stage",
         _find_summary,
-        fills=POINTS,
+        fills=FILLS_POINTS,
         units="s",
         clock="none",
         versions="inference-perf 0.1.1 to 0.7.0",

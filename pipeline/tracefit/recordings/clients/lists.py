@@ -22,7 +22,7 @@ import numpy as np
 
 from tracefit.inputs.framing import BOM, records
 from tracefit.inputs.rejects import is_json
-from tracefit.recordings.blocks import MOST_S, UNREADABLE
+from tracefit.recordings.blocks import MOST_S, UNREADABLE_RECORD
 from tracefit.recordings.clients.base import (
     ClientRequest,
     Seconds,
@@ -45,8 +45,8 @@ if TYPE_CHECKING:
     from tracefit.recordings.point_rows import Point, PointParts
     from tracefit.recordings.requests import Parts
 
-_LISTS = ("ttfts", "itls", "input_lens", "output_lens")
-DETAILS = frozenset((*_LISTS, "start_times", "errors", "generated_texts", "latencies", "queue_times"))
+_LIST_KEYS = ("ttfts", "itls", "input_lens", "output_lens")
+DETAILS = frozenset((*_LIST_KEYS, "start_times", "errors", "generated_texts", "latencies", "queue_times"))
 """Keys of the lists. A summary of vLLM has two of them: `latencies`, each the TTFT and the times between tokens together, and
 `queue_times`, for which the client itself kept a request back before it was sent: they are not the server's, and not kept."""
 
@@ -87,16 +87,16 @@ class _BenchRequest(msgspec.Struct, array_like=True):
 
 _OF_STATISTIC = re.compile(r"^(?:mean|median|std|p\d+(?:\.\d+)?)_|_ms$")
 
-_MOST_COMPARED = 1_000
+_MOST_COMPARED_LISTS = 1_000
 """Requests of a benchmark whose times are compared with its summary."""
 
-_LONGER, _LEAST_LONGER, _LONGER_SHARE = 1.5, 2, 0.02
+_LONGER_GAPS, _LEAST_LONGER, _LONGER_SHARE = 1.5, 2, 0.02
 """A request is longer than its benchmark by this factor, so many of them, and such a share: one may be damaged."""
 
 _MOST_CROWD = 3.0
 """Requests at a time, in ratio to the most that a client sends: a summary may count failed ones apart."""
 
-_LEAST_ODD_GAP_S, _LEAST_GAPS, _SLOW_CROWD = 3.0, 20, 64
+_LEAST_ODD_GAP_S, _LEAST_LIST_GAPS, _SLOW_CROWD = 3.0, 20, 64
 """A median time between tokens that is longer than a step of any server, of so many; slower ones have fewer requests at a time."""
 
 
@@ -110,12 +110,12 @@ def requests_of_lists(payload: bytes, ended_s: Callable[[Any], float | None]) ->
     for number, (offset, record) in enumerate(_benchmarks(payload)):
         try:
             bench = _bench_of(record)
-        except UNREADABLE as error:
+        except UNREADABLE_RECORD as error:
             yield offset, record, partial(refuse, error)
             continue
         if bench is None:
             continue
-        ttfts, itls, inputs, outputs = (getattr(bench, name) for name in _LISTS)
+        ttfts, itls, inputs, outputs = (getattr(bench, name) for name in _LIST_KEYS)
         errors = bench.errors or [msgspec.Raw(b'""')] * len(ttfts)
         starts = bench.start_times or _starts(bench)
         read = partial(
@@ -141,7 +141,7 @@ def _benchmarks(payload: bytes) -> Iterator[tuple[int, bytes]]:
     lines = [(line.offset, line.payload) for line in records(payload, "lines")]
     whole = payload.removeprefix(BOM).strip()
     if whole.startswith(b"[") or (len(lines) > 1 and not is_json(lines[0][1])):
-        with suppress(*UNREADABLE):
+        with suppress(*UNREADABLE_RECORD):
             items = raw_items(whole) if whole.startswith(b"[") else [from_json(whole, msgspec.Raw)]
             lines = [(0, bytes(item)) for item in items]
     yield from lines
@@ -192,16 +192,16 @@ def _bench_of(record: bytes) -> _Bench | None:
         msgspec.DecodeError: It is not that of a benchmark, or its times contradict each other.
     """
     bench = from_json(record, _Bench)
-    lists = {name: values for name in _LISTS if (values := getattr(bench, name)) is not None}
+    lists = {name: values for name in _LIST_KEYS if (values := getattr(bench, name)) is not None}
     if not lists and bench.start_times is None:
         return None
-    if missing := [name for name in _LISTS if name not in lists]:
+    if missing := [name for name in _LIST_KEYS if name not in lists]:
         raise msgspec.ValidationError(f"Object missing required field `{missing[0]}`")
     ttfts, itls = lists["ttfts"], lists["itls"]
     others = (bench.start_times or ttfts, bench.errors or ttfts, bench.latencies or ttfts)
     if len({len(column) for column in (*lists.values(), *others)}) > 1:
         raise msgspec.ValidationError("lists of different lengths")
-    every = -(-len(ttfts) // _MOST_COMPARED) or 1
+    every = -(-len(ttfts) // _MOST_COMPARED_LISTS) or 1
     starts, first = (_finite(raws[::every]) for raws in (bench.start_times or [], ttfts))
     gaps_of = [*map(_finite_list, itls[::every])]
     gaps = [*chain.from_iterable(gaps_of)]
@@ -228,7 +228,7 @@ def _bench_of(record: bytes) -> _Bench | None:
         if fault:
             raise msgspec.ValidationError(fault)
     if (
-        len(gaps) >= _LEAST_GAPS
+        len(gaps) >= _LEAST_LIST_GAPS
         and (typical := median(gaps)) >= _LEAST_ODD_GAP_S
         and _is_crowded(gaps_of, bench, len(ttfts))
     ):
@@ -242,7 +242,7 @@ def _lasting_fault(what: str, lasted_s: Sequence[float], bench: _Bench, count: i
     lasts_s = _lasts_s(bench, count)
     if not (lasts_s and lasted_s):
         return None
-    longer = sorted(time / lasts_s for time in lasted_s if time > _LONGER * lasts_s)
+    longer = sorted(time / lasts_s for time in lasted_s if time > _LONGER_GAPS * lasts_s)
     if len(longer) >= min(len(lasted_s), max(_LEAST_LONGER, _LONGER_SHARE * len(lasted_s))):
         question = unit_question(_least_power(longer[len(longer) // 2]), "s")
         return (

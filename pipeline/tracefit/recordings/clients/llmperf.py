@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from tracefit.inputs.formats import Recording
-from tracefit.recordings.blocks import UNREADABLE
+from tracefit.recordings.blocks import UNREADABLE_RECORD
 from tracefit.recordings.clients.base import (
-    POINTS,
-    REQUESTS,
+    FILLS_POINTS,
+    FILLS_REQUESTS,
     ClientRequest,
     Seconds,
     declare_client,
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from tracefit.recordings.point_rows import Point, PointParts
 
 
-_LEAST_GAPS = 20
+_LEAST_RESPONSE_GAPS = 20
 """Fewest responses whose times are compared with those that a step takes."""
 
 
@@ -68,7 +68,7 @@ def _responses(payload: bytes) -> list[msgspec.Raw]:
     """
     items = raw_items(payload)
     gaps = [gap for item in items if (gap := _gap_s(item))]
-    if len(gaps) >= _LEAST_GAPS and (typical := median(gaps)) > DECODE_STEP_US[1] / 1e6:
+    if len(gaps) >= _LEAST_RESPONSE_GAPS and (typical := median(gaps)) > DECODE_STEP_US[1] / 1e6:
         raise msgspec.ValidationError(
             f"the median time between tokens is {typical:,.0f} s, longer than a step: {unit_question(1, 's')}"
         )
@@ -77,7 +77,7 @@ def _responses(payload: bytes) -> list[msgspec.Raw]:
 
 def _gap_s(item: msgspec.Raw) -> float:
     """Return the mean time between the tokens of a response; 0 if it cannot be read."""
-    with suppress(*UNREADABLE):
+    with suppress(*UNREADABLE_RECORD):
         got = msgspec.json.decode(item, type=_Response)
         if got.ttft_s and got.end_to_end_latency_s and (got.number_output_tokens or 0) > 1:
             return (got.end_to_end_latency_s - got.ttft_s) / ((got.number_output_tokens or 0) - 1)
@@ -89,7 +89,7 @@ FORMAT = declare_client(
         "llmperf",
         "LLMPerf's responses",
         finder("document", rb"^\s*\[\s*\{", rb'"end_to_end_latency_s"\s*:', rb'"ttft_s"\s*:'),
-        fills=REQUESTS,
+        fills=FILLS_REQUESTS,
         units="s",
         clock="none: it has durations only",
         versions='ray-project/llmperf, results of version "2023-08-31"',
@@ -143,12 +143,12 @@ def _summaries(payload: bytes, _: str) -> PointParts:
     yield 0, payload, _summary
 
 
-SUMMARY = declare_client(
+LLMPERF_SUMMARY = declare_client(
     Recording(
         "llmperf_summary",
         "LLMPerf's summary",
         finder("document", rb'"num_concurrent_requests"\s*:', rb'"results_ttft_s_[a-z]'),
-        fills=POINTS,
+        fills=FILLS_POINTS,
         units="s",
         clock="none",
         versions='ray-project/llmperf, results of version "2023-08-31"',

@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import partial
 
 from tracefit.inputs.formats import Recording
-from tracefit.recordings.clients.base import POINTS, REQUESTS, STEPPED, declare_client, finder
+from tracefit.recordings.clients.base import FILLS_POINTS, FILLS_REQUESTS, STEPPED, declare_client, finder
 from tracefit.recordings.clients.lists import points_of_lists, requests_of_lists
 
 _PROGRAM, _WRITTEN_BY = "sglang.bench_serving", "sglang.bench_serving --output-details"
@@ -51,7 +51,7 @@ FORMAT = declare_client(
             rb'"(?:sharegpt_output_len|accept_length|total_output_tokens_retokenized|random_range_ratio)"\s*:',
             rb'"(?:mean|median)_ttft_ms"\s*:|"ttfts"\s*:',
         ),
-        fills=f"{POINTS}; with `--output-details`, {REQUESTS}{STEPPED}, if each is sent when another one ends",
+        fills=f"{FILLS_POINTS}; with `--output-details`, {FILLS_REQUESTS}{STEPPED}, if each is sent when another one ends",
         units="s",
         clock="none; the beginning of the benchmark where each request is sent when another one ends",
         versions="sglang 0.4.0 to 0.5.23",

@@ -11,7 +11,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from tracefit.inputs.formats import Recording
-from tracefit.recordings.clients.base import BOOT, POINTS, REQUESTS, STEPPED, declare_client, finder
+from tracefit.recordings.clients.base import (
+    BOOT,
+    FILLS_POINTS,
+    FILLS_REQUESTS,
+    STEPPED,
+    declare_client,
+    finder,
+)
 from tracefit.recordings.clients.lists import points_of_lists, requests_of_lists
 
 if TYPE_CHECKING:
@@ -43,14 +50,14 @@ _KNOWN = frozenset(
 )
 """Keys that are known and not kept: themselves, without statistic and unit, or their beginnings."""
 
-_LISTED = finder("document", rb'"input_lens"\s*:\s*\[', rb'"ttfts"\s*:\s*\[|"output_lens"\s*:\s*\[')
-_SUMMED = finder(
+_WITH_LISTS = finder("document", rb'"input_lens"\s*:\s*\[', rb'"ttfts"\s*:\s*\[|"output_lens"\s*:\s*\[')
+_WITH_SUMS = finder(
     "document", rb'"request_throughput"\s*:', rb'"(?:mean|median|p99)_ttft_ms"\s*:', rb'"tokenizer_id"\s*:'
 )
 
 
 def _find(head: bytes) -> tuple[Shape, Encoding] | None:
-    return _LISTED(head) or _SUMMED(head)
+    return _WITH_LISTS(head) or _WITH_SUMS(head)
 
 
 def _ended_s(date: Any) -> float | None:
@@ -66,7 +73,7 @@ FORMAT = declare_client(
         "vllm_bench",
         "`vllm bench serve`",
         _find,
-        fills=f"{POINTS}; with `--save-detailed`, {REQUESTS}{STEPPED}",
+        fills=f"{FILLS_POINTS}; with `--save-detailed`, {FILLS_REQUESTS}{STEPPED}",
         units="s",
         clock=(
             f"{BOOT}; the date at the end of the benchmark, local time in seconds, gives the wall clock; without `start_times`, none, or the "

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 from tracefit.reports.document import Figure, Table
 from tracefit.reports.figures.elements import (
     GREY,
-    MEASURED,
+    MEASURED_COLOR,
     ORANGE,
     PINK,
-    PREDICTED,
+    PREDICTED_COLOR,
     anchor,
     axis_of,
     line,
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from tracefit.reports.document import Trace
     from tracefit.results.plans import DayPlan, ServerPlan
 
-_HOUR_S = 3600.0
+_DRAWN_HOUR_S = 3600.0
 
 
 def day_figure(plan: ServerPlan) -> Figure | None:
@@ -33,9 +33,9 @@ def day_figure(plan: ServerPlan) -> Figure | None:
     if day is None:
         return None
     traces = (
-        _steps("requests per second", day, [w.rate_per_s for w in day.windows], MEASURED),
+        _steps("requests per second", day, [w.rate_per_s for w in day.windows], MEASURED_COLOR),
         _steps("output tokens of a request", day, [w.output_tokens for w in day.windows], GREY, yaxis="y2"),
-        _steps("servers of each window", day, [w.servers for w in day.windows], PREDICTED, yaxis="y3"),
+        _steps("servers of each window", day, [w.servers for w in day.windows], PREDICTED_COLOR, yaxis="y3"),
         _steps("servers all day", day, [day.servers] * len(day.windows), ORANGE, yaxis="y3", dash="dash"),
         _scaler(day),
     )
@@ -73,12 +73,12 @@ def day_figure(plan: ServerPlan) -> Figure | None:
 
 
 def _hours(day: DayPlan, at_s: Sequence[float]) -> list[float]:
-    return [(at - day.windows[0].from_s) / _HOUR_S for at in at_s]
+    return [(at - day.windows[0].from_s) / _DRAWN_HOUR_S for at in at_s]
 
 
 def _end_s(day: DayPlan) -> float:
     """Return the end of the last arrival, from the hours of the servers of the day."""
-    return day.windows[0].from_s + day.server_hours / day.servers * _HOUR_S
+    return day.windows[0].from_s + day.server_hours / day.servers * _DRAWN_HOUR_S
 
 
 def _steps(name: str, day: DayPlan, values: Sequence[float | None], colour: str, **more: object) -> Trace:

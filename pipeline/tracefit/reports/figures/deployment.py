@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from tracefit.diagnostics.attempts import Attempts
 from tracefit.diagnostics.breakdown import step_breakdown
-from tracefit.diagnostics.rows import MOST_RUNS
+from tracefit.diagnostics.rows import MOST_DRAWN_RUNS
 from tracefit.fit.splits import of_means
 from tracefit.models.schema import LinearModel
 from tracefit.models.targets import is_step_model
@@ -129,7 +129,7 @@ def deployment_figures(
             if isinstance(model, LinearModel):
                 parts = partial(_parts_of_steps, deployment_id, model, kept)
                 first.append(make("the parts of step times", parts, None))
-    more_runs = max(0, len(deployment.runs) - MOST_RUNS)
+    more_runs = max(0, len(deployment.runs) - MOST_DRAWN_RUNS)
     loads, times = rows.loads, rows.step_times
     first += [
         make("the parts of TTFT", lambda: first_token_figure(deployment_id, rows.first_token), None),

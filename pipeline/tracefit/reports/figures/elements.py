@@ -251,7 +251,7 @@ class FigureWords(TypedDict):
     note: str
 
 
-MEASURED, PREDICTED = BLUE, ORANGE
+MEASURED_COLOR, PREDICTED_COLOR = BLUE, ORANGE
 
 
 def ends_of(one: Bin) -> str:

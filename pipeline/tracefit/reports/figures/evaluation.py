@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Unpack
 from tracefit.diagnostics.groups import US_PER_MS
 from tracefit.diagnostics.rows import MarkedInterval
 from tracefit.fit.splits import of_means
-from tracefit.models.targets import LATENCIES
+from tracefit.models.targets import LATENCY_TITLES
 from tracefit.reports.document import Figure, Table
 from tracefit.reports.figures.elements import (
     GREEN,
     GREY,
-    MEASURED,
+    MEASURED_COLOR,
     ORANGE,
     PINK,
-    PREDICTED,
+    PREDICTED_COLOR,
     FigureWords,
     anchor,
     axis_number,
@@ -102,21 +102,25 @@ def served_figure(deployment: DeploymentEvaluation) -> Figure | None:
     none = (None,) * len(_PERCENTS)
     rows: dict[str, dict[str, tuple[float | None, ...]]] = {}
     if served:
-        rows["the whole run"] = {name: getattr(served, name).percentiles_ms for name in LATENCIES}
+        rows["the whole run"] = {name: getattr(served, name).percentiles_ms for name in LATENCY_TITLES}
     for way in ("measured", "replayed") if run else ():
         rows[f"held-out part, {way}"] = {
             name: tuple(getattr(q, way) / US_PER_MS for q in run.of(name)) or none
-            for name in LATENCIES
+            for name in LATENCY_TITLES
             if run
         }
-    known = [name for name in LATENCIES if any(values[name] != none for values in rows.values())]
+    known = [name for name in LATENCY_TITLES if any(values[name] != none for values in rows.values())]
     if not known:
         return None
     errors = {
         name: ["" if q.error_pct is None else f"{q.error_pct:+.1f} %" for q in run.of(name)] if run else []
         for name in known
     }
-    styles = ((GREY, "square", "solid"), (MEASURED, "circle", "solid"), (PREDICTED, "diamond", "dash"))
+    styles = (
+        (GREY, "square", "solid"),
+        (MEASURED_COLOR, "circle", "solid"),
+        (PREDICTED_COLOR, "diamond", "dash"),
+    )
     traces: list[Trace] = []
     axes: Trace = {}
     width = (1 - _BETWEEN_PANELS * (len(known) - 1)) / len(known)
@@ -124,7 +128,9 @@ def served_figure(deployment: DeploymentEvaluation) -> Figure | None:
         axis, left = axis_number(panel), panel * (width + _BETWEEN_PANELS)
         domain = [round(left, 3), round(left + width, 3)]
         axes[f"xaxis{axis}"] = axis_of("", type="category", anchor=f"y{axis}", domain=domain)
-        axes[f"yaxis{axis}"] = axis_of(f"{LATENCIES[latency]}, ms", rangemode="tozero", anchor=f"x{axis}")
+        axes[f"yaxis{axis}"] = axis_of(
+            f"{LATENCY_TITLES[latency]}, ms", rangemode="tozero", anchor=f"x{axis}"
+        )
         for (way, values), (colour, symbol, dash) in zip(
             rows.items(), styles[0 if served else 1 :], strict=False
         ):
@@ -144,7 +150,7 @@ def served_figure(deployment: DeploymentEvaluation) -> Figure | None:
                 cliponaxis=False,
                 legendgroup=way,
                 showlegend=panel == 0,
-                hovertemplate=f"{LATENCIES[latency]} %{{x}}: %{{y:,.4~r}} ms<extra>%{{fullData.name}}</extra>",
+                hovertemplate=f"{LATENCY_TITLES[latency]} %{{x}}: %{{y:,.4~r}} ms<extra>%{{fullData.name}}</extra>",
             )
             traces.append(trace | {"x": [f"P{q}" for q in _PERCENTS]})
     name = run.run_id if run else served.name if served else ""
@@ -163,7 +169,7 @@ def served_figure(deployment: DeploymentEvaluation) -> Figure | None:
             ("latency", *(f"{way}, ms" for way in rows), *(("error",) if run else ())),
             tuple(
                 (
-                    f"{LATENCIES[n]} P{q}",
+                    f"{LATENCY_TITLES[n]} P{q}",
                     *(number(values[n][k]) for values in rows.values()),
                     *((errors[n] or [""] * 3)[k : k + 1] if run else ()),
                 )
@@ -228,7 +234,7 @@ def _over_rates(
     measured = {one.name for one in points[0].latencies}
     series = {
         f"{label} P{q}": name
-        for latency, label in LATENCIES.items()
+        for latency, label in LATENCY_TITLES.items()
         for q in _PERCENTS
         if (name := f"{latency}_p{q}_ms") in measured
     }
@@ -240,7 +246,7 @@ def _over_rates(
     traces, axes = [], []
     hover = "%{y:,.4~r} ms at %{x:,.3~r} requests/s<extra>%{fullData.name}</extra>"
     for panel, label in enumerate(labels):
-        for q, colour in zip(_PERCENTS, (MEASURED, GREEN, PINK), strict=True):
+        for q, colour in zip(_PERCENTS, (MEASURED_COLOR, GREEN, PINK), strict=True):
             for dash, y in _inside_and_outside(values[f"{label} P{q}"], outside).items():
                 traces.append(
                     line(
@@ -257,7 +263,7 @@ def _over_rates(
                 )
         axes.append(log_axis(f"{label}, ms", [v for n in values if n.startswith(label) for v in values[n]]))
     at = min(max(next(iter(marked.values()), rates[0]), rates[0]), rates[-1])
-    thin = {"color": MEASURED, "width": 1, "dash": "dot"}
+    thin = {"color": MEASURED_COLOR, "width": 1, "dash": "dot"}
     shapes = [
         mark("rate", "x", at, colour=GREY, showlegend=False),
         mark("objective", "y", 1.0, on="y", showlegend=False, visible=False),
@@ -323,8 +329,8 @@ def queue_figure(deployment: DeploymentEvaluation) -> Figure | None:
             tuple((number(w.from_s), number(w.measured), number(w.replayed)) for w in run.queue[::4]),
         ),
         traces=(
-            line("measured", at, [w.measured for w in run.queue], MEASURED),
-            line("replayed", at, [w.replayed for w in run.queue], PREDICTED, dash="dash"),
+            line("measured", at, [w.measured for w in run.queue], MEASURED_COLOR),
+            line("replayed", at, [w.replayed for w in run.queue], PREDICTED_COLOR, dash="dash"),
         ),
         layout={
             "xaxis": axis_of("seconds of the held-out part"),
@@ -351,7 +357,7 @@ def distribution_figures(
         slo_ms: The longest each latency should take.
     """
     figures = []
-    for key, label in LATENCIES.items():
+    for key, label in LATENCY_TITLES.items():
         entry = deployment.latency.get(key)
         if quantiles := entry and entry.distribution:
             ways = {
@@ -385,7 +391,7 @@ def _distribution(
     slo_ms: float | None,
     **words: Unpack[FigureWords],
 ) -> Figure:
-    styles = {"measured": (MEASURED, "solid"), "predicted on arrival": (PREDICTED, "dash")}
+    styles = {"measured": (MEASURED_COLOR, "solid"), "predicted on arrival": (PREDICTED_COLOR, "dash")}
     hover = "%{y} % within %{x:,.4~r} ms<extra>%{fullData.name}</extra>"
     traces = []
     for name, values in curves.items():
@@ -405,7 +411,7 @@ def _distribution(
         ),
         traces=tuple(traces),
         layout={
-            "xaxis": log_axis(f"{LATENCIES[words['kind']]}, ms", every),
+            "xaxis": log_axis(f"{LATENCY_TITLES[words['kind']]}, ms", every),
             # Beyond 100: a line along the edge would be cut in half.
             "yaxis": axis_of("requests, %", range=[0, 102]),
             "shapes": [mark(words_of_slo, "x", slo_ms)] if words_of_slo and slo_ms else [],

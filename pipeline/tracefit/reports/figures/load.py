@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tracefit.diagnostics.groups import ENOUGH_FOR_P90, bins_by_run
-from tracefit.models.targets import LATENCIES
+from tracefit.models.targets import LATENCY_TITLES
 from tracefit.options import LimitsOption, flag_of
 from tracefit.reports.document import Figure, Table
 from tracefit.reports.figures.elements import (
@@ -47,7 +47,7 @@ def latency_load_figure(
     axes: list[Trace] = []
     within = []
     for panel, (key, runs) in enumerate(bins.items()):
-        axis, label = axis_number(panel), LATENCIES[key]
+        axis, label = axis_number(panel), LATENCY_TITLES[key]
         for (run, groups), of_run in zip(runs.items(), COLOURS, strict=False):
             # Of several runs only the slow tenth, which objectives are about: two lines each would be too many to distinguish.
             shown = (
@@ -91,7 +91,7 @@ def latency_load_figure(
         summary=Table(
             ("latency", "run", "requests in flight", "requests", "median, ms", "P90, ms"),
             tuple(
-                (LATENCIES[key], f"`{run}`", ends_of(b), count(b.rows), number(b.median), number(b.p90))
+                (LATENCY_TITLES[key], f"`{run}`", ends_of(b), count(b.rows), number(b.median), number(b.p90))
                 for key, runs in bins.items()
                 for run, groups in runs.items()
                 for b in groups

@@ -13,8 +13,8 @@ import polars as pl
 
 from tracefit.diagnostics.groups import bins_of
 from tracefit.diagnostics.rows import (
-    BATCH_COLUMNS,
     COMPOSITION,
+    RESIDUAL_BATCH_COLUMNS,
     covered,
     steps_over_time,
     strongest_features,
@@ -25,10 +25,10 @@ from tracefit.reports.document import Figure, Table
 from tracefit.reports.figures.elements import (
     BLUE,
     GREY,
-    MEASURED,
+    MEASURED_COLOR,
     ORANGE,
     PINK,
-    PREDICTED,
+    PREDICTED_COLOR,
     FigureWords,
     anchor,
     axis_of,
@@ -63,7 +63,7 @@ def thinned(rows: pl.DataFrame, points: int) -> pl.DataFrame:
 
 def _dots(name: str, rows: pl.DataFrame, x: str, y: str, colour: str, **marker: object) -> Trace:
     """Draw rows as points; on hover a reader sees the measurement, the prediction and the batch."""
-    batch = COMPOSITION if set(BATCH_COLUMNS) <= set(rows.columns) else {}
+    batch = COMPOSITION if set(RESIDUAL_BATCH_COLUMNS) <= set(rows.columns) else {}
     facts = rows.select(
         pl.col("measured_ms").alias("measured, ms"), pl.col("predicted_ms").alias("predicted, ms"), **batch
     )
@@ -233,10 +233,10 @@ def step_times_figure(deployment_id: str, kept: pl.DataFrame, *, points: int, of
         hint="Hover over a point for what that step computed; drag to zoom, double-click to see everything again.",
         summary=_step_times_table(means, unit),
         traces=(
-            _dots(f"{rows_are}, measured", some, "at_s", "measured_ms", MEASURED, opacity=0.4),
+            _dots(f"{rows_are}, measured", some, "at_s", "measured_ms", MEASURED_COLOR, opacity=0.4),
             *(
                 line(name, drawn["at_s"], drawn[f"{name}_ms"], colour, connectgaps=False, hovertemplate=hover)
-                for name, colour in (("measured", MEASURED), ("predicted", PREDICTED))
+                for name, colour in (("measured", MEASURED_COLOR), ("predicted", PREDICTED_COLOR))
             ),
         ),
         layout={

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from tracefit.errors import DataError, UsageError
 from tracefit.inputs import buckets
-from tracefit.inputs.buckets import BucketPath, Version, place_of
+from tracefit.inputs.buckets import BucketPath, Version, location_of
 from tracefit.tables.disk import SCRATCH_PREFIX, folder_lock, remove_scratch, scratch_folder, write_whole
 
 if TYPE_CHECKING:
@@ -55,18 +55,18 @@ class Disk:
             own: Names in the folder that are written to; others are not touched, and may be links.
 
         Returns:
-            The place to write to.
+            The storage to write to.
         """
         self.root.mkdir(parents=True, exist_ok=True)
         with folder_lock(self.root, waiting) as is_first:
             if not is_first:
                 yield self
                 return
-            for place in self.root.iterdir():
-                if place.name in own or place.name.startswith(SCRATCH_PREFIX):
-                    self._path(place.name)
-                    if place.is_dir():
-                        _refuse_links_in(place)
+            for storage in self.root.iterdir():
+                if storage.name in own or storage.name.startswith(SCRATCH_PREFIX):
+                    self._path(storage.name)
+                    if storage.is_dir():
+                        _refuse_links_in(storage)
             # Scratch folders of writers that died, and of workers that an interruption stops.
             remove_scratch(self.root)
             try:
@@ -306,16 +306,16 @@ class Bucket:
         return self.root / name
 
 
-Place = Disk | Bucket
+Storage = Disk | Bucket
 
 
-def open_place(root: str | Path) -> Place:
+def open_storage(root: str | Path) -> Storage:
     """Return the storage that a folder or a URL names; it need not exist.
 
     Raises:
         UsageError: The URL names no bucket, or holds credentials or options.
     """
-    path = place_of(root)
+    path = location_of(root)
     return Bucket(path) if isinstance(path, BucketPath) else Disk(path)
 
 
