@@ -1,4 +1,5 @@
-"""Requests of a planned engine as load generators log them, from the definitions of their formats; independent of the package."""
+"""Requests of a planned engine as load generators log them, from the definitions of their formats; independent of the
+package."""
 
 from __future__ import annotations
 
@@ -29,9 +30,7 @@ def planned(count: int = 120, *, way_s: float = 0.0) -> list[Request]:
 
     A step takes 15 ms, 0.5 ms for each request in it and 20 us for each prompt token. A token is `way_s` on its way.
     """
-    requests = [
-        Request(f"r{n}", 0.06 * n + 0.013 * (n % 5), 20 + 37 * n % 180, 4 + 11 * n % 23) for n in range(count)
-    ]
+    requests = [Request(f"r{n}", 0.06 * n + 0.013 * (n % 5), 20 + 37 * n % 180, 4 + 11 * n % 23) for n in range(count)]
     waiting, running, now = sorted(requests, key=lambda r: r.sent_s), [], 0.0
     while waiting or running:
         if not running:
@@ -169,7 +168,8 @@ def vllm_bench_before_start_times(requests: list[Request], **more: Any) -> bytes
 
 
 def sglang_bench(requests: list[Request], *, details: bool = True, **more: Any) -> bytes:
-    """Return a line of SGLang's benchmark (sglang 0.5.23, `sglang/benchmark/serving.py`), with `--output-details` if asked."""
+    """Return a line of SGLang's benchmark (sglang 0.5.23, `sglang/benchmark/serving.py`), with `--output-details` if
+    asked."""
     ttfts, itls = [r.token_s[0] - r.sent_s for r in requests], [_gaps(r) for r in requests]
     gaps = [gap for some in itls for gap in some]
     lasts = max(r.token_s[-1] for r in requests) - min(r.sent_s for r in requests)
@@ -261,7 +261,8 @@ def inference_perf_0_5(requests: list[Request], *, streams: bool = True) -> byte
 
 
 def genai_perf(requests: list[Request]) -> bytes:
-    """Return genai-perf's `profile_export.json` (genai-perf 0.0.16, `genai_perf/profile_data_parser`); chat, with usage."""
+    """Return genai-perf's `profile_export.json` (genai-perf 0.0.16, `genai_perf/profile_data_parser`); chat, with
+    usage."""
 
     def event(delta: dict[str, Any] | None, usage: dict[str, int] | None = None) -> dict[str, str]:
         choices = [] if delta is None else [{"index": 0, "delta": delta}]
@@ -282,13 +283,12 @@ def genai_perf(requests: list[Request]) -> bytes:
 
     experiment = {"experiment": {"mode": "concurrency", "value": 8}, "requests": [entry(r) for r in requests]}
     head = {"service_kind": "openai", "endpoint": "v1/chat/completions"}
-    return json.dumps(
-        {"experiments": [experiment | {"window_boundaries": []}], "version": "", **head}
-    ).encode()
+    return json.dumps({"experiments": [experiment | {"window_boundaries": []}], "version": "", **head}).encode()
 
 
 def llmperf(requests: list[Request]) -> bytes:
-    """Return LLMPerf's `…_individual_responses.json` (ray-project/llmperf, `token_benchmark_ray.py`): no time of sending."""
+    """Return LLMPerf's `…_individual_responses.json` (ray-project/llmperf, `token_benchmark_ray.py`): no time of
+    sending."""
     entries = []
     for r in requests:
         lasted = r.token_s[-1] - r.sent_s

@@ -57,18 +57,14 @@ CONFIG_JSON = {
 }
 """Llama 2 7B: 6.74e9 parameters."""
 
-RUN_CONFIG = (
-    "model: meta-llama/Llama-2-7b-hf\ntensor_parallelism: 1\nmax_num_seqs: 64\nmax_num_batched_tokens: 2048\n"
-)
+RUN_CONFIG = "model: meta-llama/Llama-2-7b-hf\ntensor_parallelism: 1\nmax_num_seqs: 64\nmax_num_batched_tokens: 2048\n"
 
 QUICK_CPU_S = 3.0
 """A test that takes longer is named at the end of a run unless it is marked slow."""
 
 # `quick` is what `make test` runs, `full` what `make test-all` and CI run. The examples of `whole-files` make and read
 # files: they are not shrunk, for a smaller example is not worth the minutes that takes.
-_WHOLE_FILES = settings(
-    phases=[Phase.explicit, Phase.generate], deadline=None, suppress_health_check=list(HealthCheck)
-)
+_WHOLE_FILES = settings(phases=[Phase.explicit, Phase.generate], deadline=None, suppress_health_check=list(HealthCheck))
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -86,7 +82,8 @@ CASES = pytest.StashKey[dict[tuple[str, str], int]]()
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Mark all but every n-th case of a test as slow where it is marked `mostly_slow(every=n)`; likewise those of a campaign.
+    """Mark all but every n-th case of a test as slow where it is marked `mostly_slow(every=n)`; likewise those of a
+    campaign.
 
     Cases are collected in their order; later pytest-randomly shuffles them, and other ones would be quick each time.
     """
@@ -143,7 +140,8 @@ def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str] 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Any:
-    """Note a test that takes long and is not marked as slow; processor time does not depend on what else the machine does."""
+    """Note a test that takes long and is not marked as slow; processor time does not depend on what else the machine
+    does."""
     began = _cpu_s()
     try:
         return (yield)
@@ -159,7 +157,8 @@ def _cpu_s() -> float:
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Name the tests that passed the second time, with the reasons of their marks, and the quick ones that are not quick."""
+    """Name the tests that passed the second time, with the reasons of their marks, and the quick ones that are not
+    quick."""
     for report in terminalreporter.getreports("retried"):
         terminalreporter.write_line(f"retried: {report.nodeid}: {dict(report.user_properties)['retried']}")
     for report in terminalreporter.getreports("passed"):
@@ -252,9 +251,7 @@ class Traces:
         facts |= {key.replace("decode.", f"decode{joint}"): value for key, value in (more or {}).items()}
         return self.event(f"journey.{event}", at_us, facts)
 
-    def request(
-        self, number, at_us, *, step, tokens_at=(), output=5, prompt=100, departs=300, **api
-    ) -> Traces:
+    def request(self, number, at_us, *, step, tokens_at=(), output=5, prompt=100, departs=300, **api) -> Traces:
         """Add both spans of a request that nothing disturbs: ARRIVED at `at_us`, QUEUED 1,000 us later, SCHEDULED
         in `step` after another 200, a token per step from that step on; `tokens_at` are first and last, by default
         10,000 us after SCHEDULED and as long per token.
@@ -292,9 +289,7 @@ class Traces:
             "kv.blocks_total_gpu": 1000,
             "kv.blocks_free_gpu": 750,
         }
-        facts |= {
-            k: changes.pop(k.rpartition(".")[2]) for k in tuple(facts) if k.rpartition(".")[2] in changes
-        }
+        facts |= {k: changes.pop(k.rpartition(".")[2]) for k in tuple(facts) if k.rpartition(".")[2] in changes}
         assert not changes, f"no such attribute: {changes}"
         return self.event("step.BATCH_SUMMARY", at_us + 100, facts)
 
@@ -316,9 +311,7 @@ class Traces:
         """Add a step span with the given events."""
         self.step_spans += 1
         ids = (1 << 64, (1 << 40) + self.step_spans, 0)
-        return self.span(
-            "vllm.scheduler.step", "scheduler_steps_1", ids, list(events), server=server, dropped=dropped
-        )
+        return self.span("vllm.scheduler.step", "scheduler_steps_1", ids, list(events), server=server, dropped=dropped)
 
     @property
     def spans(self) -> list[dict[str, Any]]:
@@ -364,12 +357,12 @@ class Traces:
     def load(
         self, *, steps=240, requests=90, covered=0.05, noise=0.01, lag=0, seed=0, decode_us=50, late=1.0
     ) -> Traces:
-        """Add a busy engine whose step time is 2,000 + 10 per prefill token + `decode_us` per decode token, and relative
-        noise.
+        """Add a busy engine whose step time is 2,000 + 10 per prefill token + `decode_us` per decode token, and
+        relative noise.
 
         `covered` is the share of the step time that step.duration_us claims. With `lag` 1 a step executes after the
-        next one began: its composition drives the cycle of the next, and its tokens come a cycle later. The last 30 % of
-        the steps take `late` times as long.
+        next one began: its composition drives the cycle of the next, and its tokens come a cycle later. The last 30 %
+        of the steps take `late` times as long.
         """
         rng = np.random.default_rng(seed)
         start, executing = 1_000_000.0, []
@@ -424,9 +417,11 @@ def _no_waiting_for_the_disk():
 
 @pytest.fixture(scope="session", autouse=True)
 def _light_pages():
-    """Let a page of a report hold a line instead of plotly's four megabytes, and compile its templates once, until the session ends.
+    """Let a page of a report hold a line instead of plotly's four megabytes, and compile its templates once, until the
+    session ends.
 
-    Autouse, because every training draws a page. That of `trained` is whole, and so are those of tests that use `whole_pages`.
+    Autouse, because every training draws a page. That of `trained` is whole, and so are those of tests that use
+    `whole_pages`.
     """
     try:
         from jinja2 import BytecodeCache, Environment  # noqa: PLC0415 - of an extra
@@ -560,12 +555,9 @@ def tables_of(tmp_path):
 
 @pytest.fixture(scope="session")
 def ingested_together(request, once):
-    """Return a function from a test that yields its run to the generator, which has yielded, and the tables of the run."""
-    starts = {
-        item.nodeid: start
-        for item in request.session.items
-        if (start := composed_by(item, Traces)) is not None
-    }
+    """Return a function from a test that yields its run to the generator, which has yielded, and the tables of the
+    run."""
+    starts = {item.nodeid: start for item in request.session.items if (start := composed_by(item, Traces)) is not None}
     names = {test: f"run-{number}" for number, test in enumerate(sorted(starts))}
 
     def fill(root):
@@ -697,7 +689,8 @@ class WithAttention(Protocol):
 
 @pytest.fixture
 def with_attention() -> WithAttention:
-    """Change the attention of every layer, and make one layer for each of several windows; 0 is a state of as many parameters."""
+    """Change the attention of every layer, and make one layer for each of several windows; 0 is a state of as many
+    parameters."""
 
     def changed(
         arch: ModelArchitecture, *, windows: tuple[int | None, ...] = (None, None), **changes: Any

@@ -1,4 +1,5 @@
-"""ForwardPassMetrics and vLLM's log as their writers put them into files, from their definitions; independent of the package."""
+"""ForwardPassMetrics and vLLM's log as their writers put them into files, from their definitions; independent of the
+package."""
 
 from __future__ import annotations
 
@@ -29,9 +30,7 @@ CSV = (
 )
 
 
-def record(
-    step: int, wall_s: float, *, worker: str = "w", rank: int = 0, version: int = 1, **fields: Any
-) -> Record:
+def record(step: int, wall_s: float, *, worker: str = "w", rank: int = 0, version: int = 1, **fields: Any) -> Record:
     """Return a record; fields of the queue begin with `queued_`, all that are not given are 0."""
 
     def part(names: Iterable[str], prefix: str = "") -> Record:
@@ -73,9 +72,7 @@ def json_lines(records: Iterable[Record], begin_ns: int = 1_700_000_000_000_000_
     for one in records:
         took = one["wall_time"]
         at_ns += round(took * 1e9) if isinstance(took, float) and math.isfinite(took) else 0
-        lines.append(
-            json.dumps({"received_at_ns": at_ns, "metrics": one}, separators=(",", ":")).encode() + b"\n"
-        )
+        lines.append(json.dumps({"received_at_ns": at_ns, "metrics": one}, separators=(",", ":")).encode() + b"\n")
     return lines
 
 
@@ -128,10 +125,9 @@ WRITERS: dict[str, Callable[[Iterable[Record]], list[bytes]]] = {
 }
 
 
-def log_lines(
-    truth: pl.DataFrame, begin_ns: int = 1_700_000_000_000_000_000, *, fine: bool = True
-) -> list[bytes]:
-    """Return the lines of vLLM's log of a generated run's steps that compute anything, numbered from 0; each ends its step.
+def log_lines(truth: pl.DataFrame, begin_ns: int = 1_700_000_000_000_000_000, *, fine: bool = True) -> list[bytes]:
+    """Return the lines of vLLM's log of a generated run's steps that compute anything, numbered from 0; each ends its
+    step.
 
     Without `fine` stamps are the local time, two hours ahead, in whole seconds and without a year.
     """
@@ -146,8 +142,6 @@ def log_lines(
             f"{step['num_decode_reqs']} generation requests, {step['decode_tokens']} generation tokens"
         )
         elapsed_ms = 0.8 * (step["end_ns"] - step["start_ns"]) / 1e6
-        line = (
-            f"{stamp} Engine 000: Iteration({number}): {counts}, iteration elapsed time: {elapsed_ms:.2f} ms"
-        )
+        line = f"{stamp} Engine 000: Iteration({number}): {counts}, iteration elapsed time: {elapsed_ms:.2f} ms"
         lines.append(f"{line}, GPU KV cache usage: 0.5%\n".encode())
     return lines

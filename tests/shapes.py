@@ -1,4 +1,5 @@
-"""The shapes of coefficient files in the notation of `tracefit/evaluator.py`, from the JSON Schema that the package publishes.
+"""The shapes of coefficient files in the notation of `tracefit/evaluator.py`, from the JSON Schema that the package
+publishes.
 
 `python tests/shapes.py` prints them, to replace `SHAPES` there.
 """
@@ -58,9 +59,7 @@ def _kind(schema: dict[str, Any]) -> str:  # noqa: C901, PLR0911, PLR0912 - a ca
             ((pattern, kind),) = kinds.items()
             assert pattern == _NAME["pattern"]
             return f"{{name:{_kind(kind)}}}0-{rest['maxProperties']}"
-        case {"type": "object", "additionalProperties": dict() as kind, **rest} if rest.keys() <= {
-            "propertyNames"
-        }:
+        case {"type": "object", "additionalProperties": dict() as kind, **rest} if rest.keys() <= {"propertyNames"}:
             keys = _kind(rest["propertyNames"]) if rest else "text"
             return f"{{{keys}:{_kind(kind)}}}"
         case {"type": "number", "minimum": 0, "maximum": 1, **rest} if not rest:

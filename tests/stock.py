@@ -41,18 +41,14 @@ LAWS = {
 def stock_requests(run, *, delay_us=60.0, seed=0, ahead=False) -> pl.DataFrame:
     """Return rows of the `requests` table: the times and lengths in a run's stock spans, and nothing of its steps.
 
-    Outputs of one step have one stamp of the engine, when it ends, and one of the front end, `delay_us` later on average.
-    `ahead` is an engine that schedules a step while the one before it executes.
+    Outputs of one step have one stamp of the engine, when it ends, and one of the front end, `delay_us` later on
+    average. `ahead` is an engine that schedules a step while the one before it executes.
     """
     rng = np.random.default_rng(seed)
     steps = run.truth_steps.select("server", "epoch", "step_id", out_ns="end_ns")
-    steps = steps.with_columns(
-        wall_ns=pl.col("out_ns") + rng.exponential(1e3 * delay_us, steps.height).astype(int)
-    )
+    steps = steps.with_columns(wall_ns=pl.col("out_ns") + rng.exponential(1e3 * delay_us, steps.height).astype(int))
     done = run.truth_requests.filter(
-        pl.col("first_token_step").is_not_null()
-        & pl.col("finished_step").is_not_null()
-        & pl.col("abort_ns").is_null()
+        pl.col("first_token_step").is_not_null() & pl.col("finished_step").is_not_null() & pl.col("abort_ns").is_null()
     )
     for name in ("first_token", "finished"):
         at = steps.rename({"step_id": f"{name}_step", "out_ns": f"{name}_out", "wall_ns": f"{name}_wall"})
@@ -65,9 +61,7 @@ def stock_requests(run, *, delay_us=60.0, seed=0, ahead=False) -> pl.DataFrame:
             first_scheduled_step=pl.col("step_id") + 1,
             ahead_ns=pl.col("start_ns") + 100_000,
         )
-        done = done.join(
-            before, on=["server", "epoch", "first_scheduled_step"], how="left", maintain_order="left"
-        )
+        done = done.join(before, on=["server", "epoch", "first_scheduled_step"], how="left", maintain_order="left")
         done = done.with_columns(first_scheduled_ns=pl.coalesce("ahead_ns", "first_scheduled_ns"))
         done = done.with_columns(queued_ns=pl.min_horizontal("queued_ns", "first_scheduled_ns"))
 

@@ -61,9 +61,7 @@ def test_tables_are_one_call_away(trained, tmp_path):
     shutil.copytree(trained, folder)
     lazy = tracefit.scan(folder, "requests")
     for name in INGEST_TABLES:
-        assert (
-            tracefit.scan(folder, name).collect().height == TableStore(folder / "tables").read(name).height
-        ), name
+        assert tracefit.scan(folder, name).collect().height == TableStore(folder / "tables").read(name).height, name
     assert isinstance(lazy, pl.LazyFrame)
     stored = pl.concat(pl.read_parquet(p) for p in (folder / "tables/requests").rglob("*.parquet"))
     assert lazy.collect().equals(stored.with_columns(pl.col("run_id").cast(pl.String)))
@@ -236,9 +234,7 @@ def test_unknown_setting_is_named_for_frames_and_steps(trained):
             ask()
         lines.append(str(raised.value))
     assert all("\n" not in line for line in lines)
-    assert all(
-        "give it (or kv_usage_ratio instead) with `features`, or as a column of `rows`" in x for x in lines
-    )
+    assert all("give it (or kv_usage_ratio instead) with `features`, or as a column of `rows`" in x for x in lines)
     rows = {"batch": [4, 9], "num_gpu_blocks": [1000, None]}
     predicted = models.predict_step(rows)["predicted_us"].to_list()
     one = models.predict_step(batch=4, features={"num_gpu_blocks": 1000})

@@ -38,9 +38,7 @@ def test_every_room_is_in_the_picture():
     assert {room for room in ROOMS if not re.search(rf"\b{room}\b", picture)} == set()
 
 
-@pytest.mark.parametrize(
-    "path", sorted(set(re.findall(r"`((?:pipeline|docs|tests|fixtures)/[\w./-]*)`", TEXT)))
-)
+@pytest.mark.parametrize("path", sorted(set(re.findall(r"`((?:pipeline|docs|tests|fixtures)/[\w./-]*)`", TEXT))))
 def test_the_files_it_names_are_there(path):
     assert (ROOT / path).exists()
 

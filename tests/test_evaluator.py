@@ -1,4 +1,5 @@
-"""`tracefit/evaluator.py`, which users copy: alone with the standard library, and equal to the library on every model."""
+"""`tracefit/evaluator.py`, which users copy: alone with the standard library, and equal to the library on every
+model."""
 
 from __future__ import annotations
 
@@ -293,9 +294,7 @@ def test_file_needs_only_the_standard_library(tmp_path):
         "roots = {name.partition('.')[0] for name in set(sys.modules) - before} - {'evaluator'}\n"
         "print(sorted(roots - set(sys.stdlib_module_names)))"
     )
-    done = subprocess.run(
-        [sys.executable, "-S", "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True
-    )
+    done = subprocess.run([sys.executable, "-S", "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 
 
@@ -484,11 +483,7 @@ def test_terms_of_a_boundary_may_be_counted_without_its_work(tmp_path, counted, 
     model["validation"]["n_features"] = len(model["without_clock"]["terms"]) + counted
     path.write_text(json.dumps(document))
     for read in (read_coefficients, lambda path: evaluator.load(path, model["name"])):
-        with (
-            pytest.raises((UsageError, ValueError), match="its errors are those of")
-            if refused
-            else nullcontext()
-        ):
+        with pytest.raises((UsageError, ValueError), match="its errors are those of") if refused else nullcontext():
             read(path)
 
 
@@ -497,9 +492,7 @@ CONSTANTS = st.sampled_from(["0", "1", "0.5", "2", "4", "5", "1e308", "1e999", "
 FORMULA = st.recursive(
     NAMES | CONSTANTS,
     lambda inner: st.one_of(
-        st.builds(
-            "({} {} {})".format, inner, st.sampled_from(["+", "-", "*", "/", "**", "//", "and"]), inner
-        ),
+        st.builds("({} {} {})".format, inner, st.sampled_from(["+", "-", "*", "/", "**", "//", "and"]), inner),
         st.builds("{}({})".format, st.sampled_from(["-", "+", "--", "not ", "-(not ", "+-("]), inner),
         st.builds("{}({}, {})".format, st.sampled_from(["min", "max", "abs"]), inner, inner),
         st.builds("{} ** {}".format, inner, st.sampled_from(["2", "-2", "+0.5", "- -2", "(not 2)", "b"])),
@@ -526,12 +519,8 @@ HOSTILE = st.sampled_from(
         "a b",
     ]
 )
-COMPARISON = st.fixed_dictionaries(
-    {"feature": NAMES, "op": st.sampled_from(["<", "<=", ">", ">=", "=="])}
-).flatmap(
-    lambda c: st.builds(
-        lambda more: c | more, st.builds(dict, value=NUMBER) | st.builds(dict, feature2=NAMES)
-    )
+COMPARISON = st.fixed_dictionaries({"feature": NAMES, "op": st.sampled_from(["<", "<=", ">", ">=", "=="])}).flatmap(
+    lambda c: st.builds(lambda more: c | more, st.builds(dict, value=NUMBER) | st.builds(dict, feature2=NAMES))
 )
 SIDE = st.none() | st.lists(COMPARISON, max_size=2)
 FITTED = st.builds(dict, value=NUMBER)
@@ -564,11 +553,7 @@ VALUE = st.none() | NUMBER | st.sampled_from([math.nan, math.inf, -math.inf, Tru
 def _places(value):
     """Return where something can be put in: each object or list of a document with each of its keys."""
     items = (
-        list(value.items())
-        if isinstance(value, dict)
-        else list(enumerate(value))
-        if isinstance(value, list)
-        else []
+        list(value.items()) if isinstance(value, dict) else list(enumerate(value)) if isinstance(value, list) else []
     )
     return [(value, key) for key, _ in items] + [place for _, inner in items for place in _places(inner)]
 

@@ -74,9 +74,7 @@ def _common_version(requirements):
 
     A range that is not empty holds one of its bounds or the patch after one: no index of releases is asked.
     """
-    bounds = [
-        Version(s.version.removesuffix(".*")) for r in requirements for s in r.specifier if s.operator != "!="
-    ]
+    bounds = [Version(s.version.removesuffix(".*")) for r in requirements for s in r.specifier if s.operator != "!="]
     after = [Version(f"{b.major}.{b.minor}.{b.micro + 1}") for b in bounds]
     taken = (v for v in sorted([*bounds, *after]) if all(v in r.specifier for r in requirements))
     return next(taken, None)
@@ -102,9 +100,7 @@ def test_server_programs_and_tracefit_share_an_environment():
 
 
 def test_a_conflict_is_found():
-    assert _conflicts("protobuf<4") == [
-        [next(str(r) for r in REQUIREMENTS if r.name == "protobuf"), "protobuf<4"]
-    ]
+    assert _conflicts("protobuf<4") == [[next(str(r) for r in REQUIREMENTS if r.name == "protobuf"), "protobuf<4"]]
 
 
 def _pinned(file):
@@ -119,9 +115,7 @@ def _pinned(file):
 def test_the_minimum_lock_pins_each_lower_bound(requirement):
     """So that what `make test-minimum` installs is what pyproject.toml declares."""
     (bound,) = (s for s in requirement.specifier if s.operator == ">=")
-    assert _pinned("requirements-minimum.lock")[canonicalize_name(requirement.name)] == {
-        Version(bound.version)
-    }
+    assert _pinned("requirements-minimum.lock")[canonicalize_name(requirement.name)] == {Version(bound.version)}
 
 
 @pytest.mark.parametrize("requirement", REQUIREMENTS, ids=str)
@@ -167,9 +161,7 @@ def _imports() -> tuple[tuple[str, set[str]], ...]:
 def _imported(*left_out):
     """Return the third-party modules that the package imports, outside some of its rooms."""
     names = set().union(*(imported for room, imported in _imports() if room not in left_out))
-    return (
-        names - sys.stdlib_module_names - {"tracefit", "compression"}
-    )  # of the standard library from 3.14 on
+    return names - sys.stdlib_module_names - {"tracefit", "compression"}  # of the standard library from 3.14 on
 
 
 @pytest.mark.parametrize("requirement", REQUIREMENTS, ids=str)
@@ -193,8 +185,5 @@ def test_what_is_imported_is_required():
 
 def test_an_upper_bound_has_its_reason_beside_it():
     for line in (ROOT / "pyproject.toml").read_text().splitlines():
-        if (
-            re.match(r'\s+"[\w.-]+[^"#]*[<~=]=?[^"]*"', line.partition(";")[0])
-            and "<" in line.partition(";")[0]
-        ):
+        if re.match(r'\s+"[\w.-]+[^"#]*[<~=]=?[^"]*"', line.partition(";")[0]) and "<" in line.partition(";")[0]:
             assert "#" in line, line

@@ -1,4 +1,5 @@
-"""Rooms of the package know only the rooms to their left, no import runs in a circle, and files are touched in few modules.
+"""Rooms of the package know only the rooms to their left, no import runs in a circle, and files are touched in few
+modules.
 
 Every import counts: those inside functions and those for type checkers too.
 """
@@ -130,7 +131,8 @@ CONVENTIONS = {
 
 
 def _constants(path):
-    """Return the constants of a module: what its top assigns to a name of capitals; a type variable has no meaning of its own."""
+    """Return the constants of a module: what its top assigns to a name of capitals; a type variable has no meaning of
+    its own."""
     body = _tree(path).body
     targets = [
         (target, node.value)
@@ -162,9 +164,7 @@ def test_no_private_names_of_libraries_are_imported():
         f"{path.name}: {node.module}.{alias.name}"
         for path in MODULES.values()
         for node in _nodes(path)
-        if isinstance(node, ast.ImportFrom)
-        and node.module
-        and not node.module.startswith(("tracefit", "__future__"))
+        if isinstance(node, ast.ImportFrom) and node.module and not node.module.startswith(("tracefit", "__future__"))
         for alias in node.names
         if re.search(r"(^|\.)_", f"{node.module}.{alias.name}")
     }
@@ -172,7 +172,8 @@ def test_no_private_names_of_libraries_are_imported():
 
 
 def test_an_import_changes_nothing_that_a_process_shares():
-    """A call at the top of a module is there for its effect: on a class of the module, or a handler that every library adds."""
+    """A call at the top of a module is there for its effect: on a class of the module, or a handler that every library
+    adds."""
     calls = {
         (path.relative_to(PACKAGE).as_posix(), ast.unparse(node.value.func))
         for path in MODULES.values()
@@ -199,7 +200,8 @@ def _parameters(function, *, has_options):
 
 
 def _functions(module):
-    """Yield the functions of a module, each with whether its named parameters are options, which users of the library give."""
+    """Yield the functions of a module, each with whether its named parameters are options, which users of the library
+    give."""
     offered = {name for name, home in tracefit._LAZY.items() if home == module}
     for node in _tree(MODULES[module]).body:
         is_offered = getattr(node, "name", None) in offered
@@ -231,9 +233,7 @@ def test_no_function_has_many_parameters(room):
     [("def f(self, a, /, b, *c, d, **e): pass", 5), ("f = lambda a, b=1: a", 2), ("def f(*, a): pass", 1)],
 )
 def test_parameters_of_every_kind_count(code, count):
-    function = next(
-        n for n in ast.walk(ast.parse(code)) if hasattr(n, "args") and not isinstance(n, ast.Call)
-    )
+    function = next(n for n in ast.walk(ast.parse(code)) if hasattr(n, "args") and not isinstance(n, ast.Call))
     assert len(_parameters(function, has_options=False)) == count
 
 
@@ -259,7 +259,8 @@ OTHER_MEANINGS = {
         *("timeline/request_counts.py", "inputs/containers/lines.py", "inputs/containers/exports.py"),
     },
 }
-"""Names that are also those of other things, and the modules with these: latencies, requests and benchmarks of clients; logarithms, and keys of other programs' files."""
+"""Names that are also those of other things, and the modules with these: latencies, requests and benchmarks of clients;
+logarithms, and keys of other programs' files."""
 
 
 @cache
@@ -273,13 +274,13 @@ def _formats():
 
 def _registers(module):
     return any(
-        isinstance(node, ast.Call) and getattr(node.func, "id", "") == "register"
-        for node in _nodes(MODULES[module])
+        isinstance(node, ast.Call) and getattr(node.func, "id", "") == "register" for node in _nodes(MODULES[module])
     )
 
 
 def _named_formats(nodes):
-    """Yield the names of formats in some code: as words of a text, as members, and as modules; docstrings may explain."""
+    """Yield the names of formats in some code: as words of a text, as members, and as modules; docstrings may
+    explain."""
     names, titles = _formats()
     words = re.compile(rf"\b({'|'.join(sorted(names - OTHER_MEANINGS.keys(), reverse=True))})\b")
     docstrings = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
@@ -341,7 +342,8 @@ def test_other_meanings_are_no_formats(code):
 
 
 def _loaded(module):
-    """Return the modules of the package that are loaded with a module: not what only functions or type checkers import."""
+    """Return the modules of the package that are loaded with a module: not what only functions or type checkers
+    import."""
     loaded, waiting = set(), [module]
     while waiting:
         name = waiting.pop()
@@ -422,7 +424,8 @@ TOUCH_FILES = {
 
 
 def _touches_files(call):
-    """Say whether a call reads or writes files, as far as its text shows; to ask whether one is there does not count."""
+    """Say whether a call reads or writes files, as far as its text shows; to ask whether one is there does not
+    count."""
     match call.func:
         case ast.Name(id="open"):
             return True
@@ -430,9 +433,7 @@ def _touches_files(call):
             return f"{module}.{name}" not in NO_FILES
         case ast.Attribute(attr="replace"):
             # A path is replaced by a path: texts take two arguments, columns a dictionary.
-            return (
-                len(call.args) == 1 and not call.keywords and isinstance(call.args[0], ast.Name | ast.BinOp)
-            )
+            return len(call.args) == 1 and not call.keywords and isinstance(call.args[0], ast.Name | ast.BinOp)
         case ast.Attribute(attr=name):
             return name in FILE_METHODS
     return False

@@ -1,4 +1,5 @@
-"""Docstrings, comments, messages and pages avoid the sentence shapes of `words.toml`; a linter of prose reads no strings of code."""
+"""Docstrings, comments, messages and pages avoid the sentence shapes of `words.toml`; a linter of prose reads no
+strings of code."""
 
 from __future__ import annotations
 
@@ -20,9 +21,7 @@ RULES = tomllib.loads(Path(__file__).with_name("words.toml").read_text())["rule"
 SHAPES = {rule["say"]: re.compile(rule["shape"].replace("START ", START)) for rule in RULES}
 
 PAGES = sorted(
-    path
-    for pattern in ("*.md", "docs/**/*.md", "fixtures/**/*.md", "pipeline/*/*.md")
-    for path in ROOT.glob(pattern)
+    path for pattern in ("*.md", "docs/**/*.md", "fixtures/**/*.md", "pipeline/*/*.md") for path in ROOT.glob(pattern)
 )
 
 
@@ -30,9 +29,7 @@ def passages(path: Path) -> Iterator[tuple[int, str]]:
     """Yield strings and blocks of comments, or paragraphs of a page without its code, with their first line."""
     text = path.read_text()
     if path.suffix == ".md":
-        prose = re.sub(
-            r"^(```+)[\s\S]*?^\1|^#.*$", lambda m: "\n" * m[0].count("\n"), text, flags=re.MULTILINE
-        )
+        prose = re.sub(r"^(```+)[\s\S]*?^\1|^#.*$", lambda m: "\n" * m[0].count("\n"), text, flags=re.MULTILINE)
         line = 1
         for paragraph in re.split(r"(\n\s*\n)", prose):
             yield line, paragraph
@@ -48,7 +45,8 @@ LITERAL = re.compile(
 
 
 def _strings_and_comments(code: str) -> Iterator[tuple[int, str]]:
-    """Yield strings, with those that follow one another as one, and comments on lines that follow one another as one."""
+    """Yield strings, with those that follow one another as one, and comments on lines that follow one another as
+    one."""
     kind, passage, first, line, end = "", "", 1, 1, 0
     for found in LITERAL.finditer(code):
         between = code[end : found.start()]
@@ -92,12 +90,7 @@ def faults(path: Path) -> Iterator[str]:
                 yield f"{path.relative_to(ROOT)}:{at}: {match[0].strip()!r} ; say {rule}"
 
 
-CODE = [
-    p
-    for folder in ("pipeline", "tests")
-    for p in sorted(ROOT.glob(f"{folder}/**/*.py"))
-    if p != Path(__file__)
-]
+CODE = [p for folder in ("pipeline", "tests") for p in sorted(ROOT.glob(f"{folder}/**/*.py")) if p != Path(__file__)]
 PARTS = 4
 
 
@@ -139,9 +132,7 @@ def test_strings_comments_and_pages_are_read(faults_in, name, text):
     assert len(faults_in(name, text)) == 1
 
 
-@pytest.mark.parametrize(
-    ("name", "text"), [("a.py", 'folder = "alone"'), ("a.md", "```text\nNo run is none.\n```\n")]
-)
+@pytest.mark.parametrize(("name", "text"), [("a.py", 'folder = "alone"'), ("a.md", "```text\nNo run is none.\n```\n")])
 def test_names_and_code_of_a_page_are_not_prose(faults_in, name, text):
     assert faults_in(name, text) == []
 

@@ -1,4 +1,5 @@
-"""Spans and lines in the containers that other programs hold them in, written from public descriptions; independent of the readers.
+"""Spans and lines in the containers that other programs hold them in, written from public descriptions; independent of
+the readers.
 
 Each function names the description. Spans are OTLP records as JSON trees, as in `containers`.
 """
@@ -62,7 +63,8 @@ def _tag(key: str, value: Any) -> Record:
 
 
 def jaeger(records: list[Record], *, indent: int | None = 2, together: bool = False) -> bytes:
-    """https://www.jaegertracing.io/docs/latest/architecture/apis/, and `model/json` of github.com/jaegertracing/jaeger."""
+    """https://www.jaegertracing.io/docs/latest/architecture/apis/, and `model/json` of
+    github.com/jaegertracing/jaeger."""
     traces: dict[str, Record] = {}
     for span, scope, resource in _spans(records):
         of = "together" if together else span["traceId"]
@@ -145,7 +147,8 @@ def zipkin(records: list[Record]) -> bytes:
 
 
 def console(records: list[Record], *, indent: int | None = 4) -> bytes:
-    """`ReadableSpan.to_json`: https://github.com/open-telemetry/opentelemetry-python, opentelemetry-sdk; between them, a server's log."""
+    """`ReadableSpan.to_json`: https://github.com/open-telemetry/opentelemetry-python, opentelemetry-sdk; between them,
+    a server's log."""
     texts = []
     for span, _, resource in _spans(records):
         context = {"trace_id": f"0x{span['traceId']}", "span_id": f"0x{span['spanId']}", "trace_state": "[]"}
@@ -177,7 +180,10 @@ def console(records: list[Record], *, indent: int | None = 4) -> bytes:
 
 def java(records: list[Record]) -> bytes:
     """OtlpJsonLoggingSpanExporter: https://github.com/open-telemetry/opentelemetry-java, exporters/logging-otlp."""
-    head = "Nov 28, 2026 8:00:00 PM io.opentelemetry.exporter.logging.otlp.internal.traces.OtlpStdoutSpanExporter export\nINFO: "
+    head = (
+        "Nov 28, 2026 8:00:00 PM io.opentelemetry.exporter.logging.otlp.internal.traces.OtlpStdoutSpanExporter "
+        "export\nINFO: "
+    )
     lines = [compact(each) for record in records for each in record["resourceSpans"]]
     return "".join(f"{head if n % 2 else ''}{line}\n" for n, line in enumerate(lines)).encode()
 
@@ -206,7 +212,8 @@ def docker(content: bytes, *, part: int = 16 << 10, beside: str = "") -> bytes:
 
 
 def cri(content: bytes, *, part: int = 16 << 10, beside: str = "") -> bytes:
-    """The log format of the kubelet's CRI: https://github.com/kubernetes/design-proposals-archive/blob/main/node/kubelet-cri-logging.md."""
+    """The log format of the kubelet's CRI:
+    https://github.com/kubernetes/design-proposals-archive/blob/main/node/kubelet-cri-logging.md."""
     texts = []
     for line in content.decode().splitlines():
         starts = range(0, max(len(line), 1), part)
@@ -236,7 +243,8 @@ def loki(content: bytes) -> bytes:
 
 
 def cloudwatch(content: bytes) -> bytes:
-    """`aws logs filter-log-events`: https://docs.aws.amazon.com/AmazonCloudWatchLogs/latest/APIReference/API_FilterLogEvents.html."""
+    """`aws logs filter-log-events`:
+    https://docs.aws.amazon.com/AmazonCloudWatchLogs/latest/APIReference/API_FilterLogEvents.html."""
     events = [
         {
             "logStreamName": "vllm/server/1",
@@ -252,7 +260,8 @@ def cloudwatch(content: bytes) -> bytes:
 
 
 def insights(content: bytes) -> bytes:
-    """`aws logs get-query-results`: https://docs.aws.amazon.com/AmazonCloudWatchLogs/latest/APIReference/API_GetQueryResults.html."""
+    """`aws logs get-query-results`:
+    https://docs.aws.amazon.com/AmazonCloudWatchLogs/latest/APIReference/API_GetQueryResults.html."""
     rows = [
         [
             {"field": "@timestamp", "value": _iso_ns(ns)[:23].replace("T", " ")},
@@ -265,7 +274,8 @@ def insights(content: bytes) -> bytes:
 
 
 def subscription(content: bytes) -> bytes:
-    """https://docs.aws.amazon.com/AmazonCloudWatch/latest/logs/SubscriptionFilters.html; documents without a line end between them."""
+    """https://docs.aws.amazon.com/AmazonCloudWatch/latest/logs/SubscriptionFilters.html; documents without a line end
+    between them."""
     texts = [
         compact(
             {
@@ -283,7 +293,8 @@ def subscription(content: bytes) -> bytes:
 
 
 def log_table(content: bytes) -> bytes:
-    """`Export results` of Logs Insights: https://docs.aws.amazon.com/AmazonCloudWatch/latest/logs/AnalyzingLogData.html; newest first."""
+    """`Export results` of Logs Insights:
+    https://docs.aws.amazon.com/AmazonCloudWatch/latest/logs/AnalyzingLogData.html; newest first."""
     text = io.StringIO()
     rows = [(_iso_ns(ns)[:23].replace("T", " "), line) for ns, line in reversed(_stamps(content))]
     csv.writer(text, lineterminator="\n").writerows([("@timestamp", "@message"), *rows])
@@ -294,15 +305,14 @@ def google_table(content: bytes) -> bytes:
     """Logs Explorer's download as CSV: https://cloud.google.com/logging/docs/view/logs-explorer-interface."""
     text = io.StringIO()
     names = ("insertId", "logName", "resource.labels.pod_name", "severity", "textPayload", "timestamp")
-    rows = [
-        (f"a{ns}", "projects/p/logs/x", "vllm-0", "INFO", line, _iso_ns(ns)) for ns, line in _stamps(content)
-    ]
+    rows = [(f"a{ns}", "projects/p/logs/x", "vllm-0", "INFO", line, _iso_ns(ns)) for ns, line in _stamps(content)]
     csv.writer(text, quoting=csv.QUOTE_ALL).writerows([names, *rows])
     return text.getvalue().encode()
 
 
 def google(content: bytes) -> bytes:
-    """`gcloud logging read --format=json`: https://cloud.google.com/logging/docs/reference/v2/rest/v2/LogEntry; the newest is the first."""
+    """`gcloud logging read --format=json`: https://cloud.google.com/logging/docs/reference/v2/rest/v2/LogEntry; the
+    newest is the first."""
     entries = [
         {
             "insertId": str(ns),

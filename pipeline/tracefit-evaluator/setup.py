@@ -1,6 +1,7 @@
 """Put tracefit/evaluator.py beside this file as the module that is packed: one text, two distributions.
 
-A copy at build time, because a link in the tree is lost in archives and on some systems. A source distribution holds the copy.
+A copy at build time, because a link in the tree is lost in archives and on some systems. A source distribution holds
+the copy.
 """
 
 from pathlib import Path

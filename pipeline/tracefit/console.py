@@ -236,7 +236,8 @@ def _call(app: typer.Typer) -> int:
             _say(usage_line(error))
         code = error.exit_code
     except SystemExit as error:
-        # typer ends a help text whose reader has gone this way, with the exit code of data that cannot support a result.
+        # typer ends a help text whose reader has gone this way, with the exit code of data that cannot support a
+        # result.
         if isinstance(error.__context__, BrokenPipeError):
             raise error.__context__ from None
         raise

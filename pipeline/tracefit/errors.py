@@ -54,7 +54,9 @@ def names_flags() -> bool | Mapping[str, str]:
 
 
 def either(flag: str, parameter: str) -> str:
-    """Name an option: by its parameter in Python, by its flag on the command line, with a command that has it if the running one lacks it."""
+    """Name an option: by its parameter in Python, by its flag on the command line, with a command that has it if the
+    running one lacks it.
+    """
     if _owners is None:
         return parameter
     return f"{flag} of `tracefit {_owners[flag]}`" if flag in _owners else flag
@@ -122,7 +124,8 @@ def unexpected(error: BaseException) -> str:
 
 
 FORMULA_SIGNS = "=+-@\t\r\n\uff1d\uff0b\uff0d\uff20"
-"""First characters of a cell that a spreadsheet reads as a formula; some read the wide signs of East Asian fonts as the narrow ones."""
+"""First characters of a cell that a spreadsheet reads as a formula; some read the wide signs of East Asian fonts as the
+narrow ones."""
 
 
 def spreadsheet_safe(value: object) -> object:
@@ -147,9 +150,7 @@ def did_you_mean(name: str, known: Iterable[str], *, cutoff: float = 0.6, most: 
     names = list(known)
     begin = [n for n in names if len(name) >= _MANY_CHARS and n.startswith(name)][:_MOST_SUGGESTED]
     # The search takes time in proportion to the length of the name, which may be a whole file by mistake.
-    close, closest = (
-        difflib.get_close_matches(name[:64], names, n=most, cutoff=c) for c in (cutoff, _MISSPELT)
-    )
+    close, closest = (difflib.get_close_matches(name[:64], names, n=most, cutoff=c) for c in (cutoff, _MISSPELT))
     close = closest or begin or close
     return f"did you mean {' or '.join(close)}?" if close else None
 

@@ -52,9 +52,7 @@ MAX_NESTED_CALLS = 4
 MAX_EXPONENT = 4
 ROUNDING = 1e-8  # a value may be outside its interval by as much of it: both are rounded
 NAME_PATTERN = re.compile(r"[A-Za-z_][A-Za-z0-9_.]*")
-LEXICON = re.compile(
-    r"(?:(?>(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)(?![\w.])|[A-Za-z_]\w*+|[-+*/(), ])*+", re.ASCII
-)
+LEXICON = re.compile(r"(?:(?>(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)(?![\w.])|[A-Za-z_]\w*+|[-+*/(), ])*+", re.ASCII)
 
 # -- the shape of a file ---------------------------------------------------------------------------------
 #
@@ -65,8 +63,9 @@ LEXICON = re.compile(
 _FORM_SHAPES = {"linear": "LinearModel", "regimes": "RegimesModel", "boundary": "BoundaryModel"}
 _MODEL_FIELDS = (
     "name:text deployment_id?:text|null origin?:'fitted'|'transferred'|'calibrated' transfer?:Transfer|null "
-    "target?:TargetFacts|null estimator?:Estimator|null features_left_out?:[OmittedFeature] training?:Training|null validation?:Validation|null "
-    f"deployment?:DeploymentFacts|null feature_set?:text|null definitions?:{{name:formula}}0-{MAX_TERMS} notes?:[text] "
+    "target?:TargetFacts|null estimator?:Estimator|null features_left_out?:[OmittedFeature] training?:Training|null "
+    "validation?:Validation|null deployment?:DeploymentFacts|null feature_set?:text|null "
+    f"definitions?:{{name:formula}}0-{MAX_TERMS} notes?:[text] "
 )
 _OF_LINE = f"intercept:Number terms:[Term]0-{MAX_TERMS}"
 _OF_METRICS = (
@@ -90,36 +89,43 @@ _SHAPES = {
     "training_range?:bounds|null formula?:formula|null collinear_with?:[name]",
     "Condition": f"any?:[Comparison]0-{MAX_COMPARISONS}|null all?:[Comparison]0-{MAX_COMPARISONS}|null",
     "Comparison": "feature:name op:'<'|'<='|'>'|'>='|'==' value?:number|null feature2?:name|null",
-    "Transfer": "kind:'tensor_parallel'|'model'|'gpu'|'model_and_gpu' sources:[text] law?:[LawCoefficient] folds?:integer "
-    "p90_ape_pct?:{text:number} sd_pct?:number coverage_pct?:number|null tested?:bool has_prompts?:bool "
-    "calibration?:CalibrationFacts|null",
-    "LawCoefficient": "feature:name unit:text value:number part:'always'|'memory'|'compute'|'launch' low:number high:number|null prior:number "
-    "left_out_range?:bounds|null",
+    "Transfer": "kind:'tensor_parallel'|'model'|'gpu'|'model_and_gpu' sources:[text] law?:[LawCoefficient] "
+    "folds?:integer p90_ape_pct?:{text:number} sd_pct?:number coverage_pct?:number|null tested?:bool "
+    "has_prompts?:bool calibration?:CalibrationFacts|null",
+    "LawCoefficient": "feature:name unit:text value:number part:'always'|'memory'|'compute'|'launch' low:number "
+    "high:number|null prior:number left_out_range?:bounds|null",
     "CalibrationFacts": "runs:[text] steps:integer left_out:{text:integer} used:bool before:Metrics after:Metrics "
     "own_mape_pct?:number|null own_after_mape_pct?:number|null",
     "TargetFacts": "name?:text|null unit?:'us' definition:text source:text",
-    "Estimator": "name:text penalty:text strength:number huber?:number|null chosen_by:text cv_mae?:number|null folds?:integer",
+    "Estimator": (
+        "name:text penalty:text strength:number huber?:number|null chosen_by:text cv_mae?:number|null folds?:integer"
+    ),
     "OmittedFeature": "feature:text reason:text training_range?:bounds|null collinear_with?:[text]",
     "Training": "runs:[text] rows:integer rows_used:integer rows_holdout:integer exclusions:{text:integer} "
     "time_range:[TimeRange] inputs_sha256:text inputs?:[RunInput]",
     "TimeRange": "run_id:text server:text first_ns:integer holdout_from_ns:integer last_ns:integer",
     "RunInput": "run_id:text traces_sha256:text context_sha256:text",
     "DeploymentFacts": f"model:text|null gpu:text|null architecture:{{text:{_SCALAR}}} hardware:{{text:{_SCALAR}}} "
-    f"settings:{{text:{_SCALAR}}} assumed?:[text] workload?:Workload|null input_ranges?:{{'step'|'request':{{text:bounds}}}}",
-    "Workload": "requests:integer prompt_tokens:number cached_prompt_tokens:number output_tokens:number max_tokens:number|null "
-    "running_context_tokens?:number|null running_remaining_tokens?:number|null prompt_steps?:[PromptSteps]",
+    f"settings:{{text:{_SCALAR}}} assumed?:[text] workload?:Workload|null "
+    f"input_ranges?:{{'step'|'request':{{text:bounds}}}}",
+    "Workload": "requests:integer prompt_tokens:number cached_prompt_tokens:number output_tokens:number "
+    "max_tokens:number|null running_context_tokens?:number|null running_remaining_tokens?:number|null "
+    "prompt_steps?:[PromptSteps]",
     "PromptSteps": "tokens:number prompts:number",
-    "Validation": "unit:text n_features:integer train:Metrics holdout:Metrics baseline:Metrics gradient_boosting:Metrics|null "
-    "by_group?:{text:Metrics} by_phase?:[StepPhase] by_load?:{text:Metrics} held_out_equations?:SummedRowErrors|null "
-    "error_over_load?:ErrorOverLoad|null load_extrapolation?:LoadExtrapolation|null stretches?:Metrics|null "
-    "speed?:SpeedVariation|null noise?:MachineNoise|null candidates?:[Candidate] classifier?:Classifier|null within_5_pct?:number|null "
-    "extrapolated_rows?:integer extrapolated?:{text:integer} prediction_intervals?:[PredictionInterval] "
-    "interval_coverage_pct?:number|null prefill_reach_pct?:number|null collinearity?:[Collinearity] "
-    "learning_curve?:[LearningPoint] rows_by_source?:{text:integer} boundary_accuracy_pct?:number|null "
+    "Validation": "unit:text n_features:integer train:Metrics holdout:Metrics baseline:Metrics "
+    "gradient_boosting:Metrics|null by_group?:{text:Metrics} by_phase?:[StepPhase] "
+    "by_load?:{text:Metrics} held_out_equations?:SummedRowErrors|null "
+    "error_over_load?:ErrorOverLoad|null load_extrapolation?:LoadExtrapolation|null "
+    "stretches?:Metrics|null speed?:SpeedVariation|null noise?:MachineNoise|null "
+    "candidates?:[Candidate] classifier?:Classifier|null within_5_pct?:number|null "
+    "extrapolated_rows?:integer extrapolated?:{text:integer} "
+    "prediction_intervals?:[PredictionInterval] interval_coverage_pct?:number|null "
+    "prefill_reach_pct?:number|null collinearity?:[Collinearity] learning_curve?:[LearningPoint] "
+    "rows_by_source?:{text:integer} boundary_accuracy_pct?:number|null "
     "boundary_accuracy_without_work_pct?:number|null bursts?:[Burst] skill:number|null",
     "Metrics": _OF_METRICS,
-    "StepPhase": "run_id:text server:text from_s:number to_s:number arrivals_per_s:number requests:integer holdout:Metrics "
-    "baseline:Metrics",
+    "StepPhase": "run_id:text server:text from_s:number to_s:number arrivals_per_s:number requests:integer "
+    "holdout:Metrics baseline:Metrics",
     "SummedRowErrors": "rows_by_source:{text:integer} per_equation:Metrics per_step:Metrics",
     "ErrorOverLoad": "load:text training_range:bounds bins:[LoadBin]",
     "LoadBin": "low:number high:number holdout:Metrics",
@@ -166,9 +172,7 @@ def load(path: str | Path, name: str, deployment: str = "") -> dict[str, Any]:
         models = [(m["name"], m.get("deployment_id") or "", m) for m in document["models"]]
         matching = [m for m_name, m_deployment, m in models if m_name == name and deployment in m_deployment]
         listed = ", ".join(f"{m_name} of {m_deployment}" for m_name, m_deployment, _ in models)
-        problem = (
-            f"{len(matching)} models, not one, are {name} of deployment {deployment!r}; there are: {listed}"
-        )
+        problem = f"{len(matching)} models, not one, are {name} of deployment {deployment!r}; there are: {listed}"
         _require(len(matching) == 1, problem)
         model: dict[str, Any] = matching[0]
         _in_order({name: _parsed(text)[1] for name, text in _formulas(model).items()})
@@ -481,9 +485,7 @@ def _line(form: dict[str, Any], features: dict[str, Any], formulas: dict[str, st
     return max(total, 0.0) if math.isfinite(total) else None
 
 
-def _active(
-    regimes: list[dict[str, Any]], features: dict[str, Any], formulas: dict[str, str]
-) -> dict[str, Any]:
+def _active(regimes: list[dict[str, Any]], features: dict[str, Any], formulas: dict[str, str]) -> dict[str, Any]:
     """Return the first regime whose condition holds."""
     comparisons = [c for regime in regimes for side in regime["when"].values() for c in side or ()]
     # All are looked up before any comparison, so that a missing name is always an error.

@@ -15,7 +15,8 @@ from contextlib import suppress
 ALLOCATOR_SETTINGS = {
     "_RJEM_MALLOC_CONF": "dirty_decay_ms:500,muzzy_decay_ms:0",  # polars
     "ARROW_DEFAULT_MEMORY_POOL": "system",
-    "OPENBLAS_NUM_THREADS": "1",  # numpy would start a thread per core, for a tenth of a second, to multiply small matrices
+    # numpy would start a thread per core, for a tenth of a second, to multiply small matrices
+    "OPENBLAS_NUM_THREADS": "1",
     "MALLOC_MMAP_THRESHOLD_": str(1 << 30),  # numpy and Python, by way of the C library
     "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
 }

@@ -1,9 +1,9 @@
 """Options, each declared once for Python and the command line: name, type, unit, default, help and flag.
 
-A field made with `option` is an option of its class: the command line takes its name, type and default from the field and its help
-from the docstring of the class. An option of a function is an alias such as `DeploymentOption`, the type of the parameter in both. `OptionFlag` has
-what only the command line needs, and an environment variable has the flag's name. Errors, warnings and results write an option with
-`named`, files with `flag_of`.
+A field made with `option` is an option of its class: the command line takes its name, type and default from the field
+and its help from the docstring of the class. An option of a function is an alias such as `DeploymentOption`, the type
+of the parameter in both. `OptionFlag` has what only the command line needs, and an environment variable has the flag's
+name. Errors, warnings and results write an option with `named`, files with `flag_of`.
 
 Nothing heavy is imported here: the help of a command would wait for it.
 """
@@ -160,7 +160,10 @@ ReplayedRunOption = Annotated[
 WorkersOption = Annotated[
     int | None,
     OptionFlag(
-        "Most processes that decode traces and build and read tables; one per core of the machine or cluster if not given.",
+        (
+            "Most processes that decode traces and build and read tables; one per core of the machine or cluster if "
+            "not given."
+        ),
         "workers",
         minimum=1,
     ),
@@ -197,9 +200,7 @@ PrefillRequestsOption = Annotated[
 WaitingOption = Annotated[float, OptionFlag("Requests in the queue during the step.", "waiting", minimum=0)]
 PromptOption = Annotated[
     float | None,
-    OptionFlag(
-        "Prompt tokens of a request; predicts the request.", "prompt_tokens", flag="--prompt", minimum=1
-    ),
+    OptionFlag("Prompt tokens of a request; predicts the request.", "prompt_tokens", flag="--prompt", minimum=1),
 ]
 OutputOption = Annotated[
     float, OptionFlag("Tokens that the request generates.", "output_tokens", flag="--output", minimum=1)
@@ -224,13 +225,14 @@ ServerCountOption = Annotated[
         minimum=1,
     ),
 ]
-RowsOption = Annotated[
-    Path | None, OptionFlag("A .csv, .parquet or .ndjson file; predicts every row.", "rows")
-]
+RowsOption = Annotated[Path | None, OptionFlag("A .csv, .parquet or .ndjson file; predicts every row.", "rows")]
 PriceOption = Annotated[
     float | Mapping[str, float] | None,
     OptionFlag(
-        "Price of a GPU per hour, or of each, such as H200=3.5 (repeatable): the cost of a server and of a million tokens.",
+        (
+            "Price of a GPU per hour, or of each, such as H200=3.5 (repeatable): the cost of a server and of a million "
+            "tokens."
+        ),
         "price",
         metavar="PRICE|GPU=PRICE",
     ),
@@ -238,7 +240,10 @@ PriceOption = Annotated[
 TryOption = Annotated[
     Mapping[str, Iterable[str]] | None,
     OptionFlag(
-        "Servers to compute and to choose from: gpu=H100,H200 and tp=1,2,4 (repeatable), by a transfer from OUT, or from the law in the package.",
+        (
+            "Servers to compute and to choose from: gpu=H100,H200 and tp=1,2,4 (repeatable), by a transfer from OUT, "
+            "or from the law in the package."
+        ),
         "tries",
         flag="--try",
         metavar="NAME=VALUES",
@@ -305,16 +310,17 @@ InspectedArgument = Annotated[
         positional=True,
     ),
 ]
-TablesArgument = Annotated[
-    str | Path, OptionFlag("A folder that ingest or run wrote.", "tables", positional=True)
-]
+TablesArgument = Annotated[str | Path, OptionFlag("A folder that ingest or run wrote.", "tables", positional=True)]
 _MODELS = "A coefficient file, a folder of them, or a folder that run wrote."
 ModelsArgument = Annotated[str | Path, OptionFlag(_MODELS, "models", positional=True)]
 FirstArgument = Annotated[str | Path, OptionFlag(_MODELS, "first", positional=True)]
 SecondArgument = Annotated[
     str | Path,
     OptionFlag(
-        "Another such file or folder; tables of new runs, for a drift check; or points of a benchmark, to put predictions beside them.",
+        (
+            "Another such file or folder; tables of new runs, for a drift check; or points of a benchmark, to put "
+            "predictions beside them."
+        ),
         "second",
         positional=True,
     ),
@@ -322,9 +328,7 @@ SecondArgument = Annotated[
 VerifiedArgument = Annotated[str | Path, OptionFlag(_MODELS, "file", positional=True)]
 ReportedArgument = Annotated[
     str | Path,
-    OptionFlag(
-        "A folder that run or train wrote, with evaluation.json and the models.", "folder", positional=True
-    ),
+    OptionFlag("A folder that run or train wrote, with evaluation.json and the models.", "folder", positional=True),
 ]
 ReplayedArgument = Annotated[
     str | Path,
@@ -333,7 +337,10 @@ ReplayedArgument = Annotated[
 PlannedArgument = Annotated[
     str | Path | Iterable[str | Path] | None,
     OptionFlag(
-        "Folders that `tracefit run` or `transfer` wrote, or folders of coefficient files; each deployment in them is a kind of server.",
+        (
+            "Folders that `tracefit run` or `transfer` wrote, or folders of coefficient files; each deployment in them "
+            "is a kind of server."
+        ),
         "folders",
         metavar="OUT...",
         positional=True,
@@ -355,7 +362,10 @@ LawEngineOption = Annotated[
 CalibrateOption = Annotated[
     str | Path | None,
     OptionFlag(
-        "Some minutes of traces of the new server, points of a benchmark of it, or a folder that run wrote of these: draws the law to them.",
+        (
+            "Some minutes of traces of the new server, points of a benchmark of it, or a folder that run wrote of "
+            "these: draws the law to them."
+        ),
         "calibrate",
         metavar="TRACES|OUT",
     ),
@@ -402,9 +412,7 @@ RowsOutOption = Annotated[
     ),
 ]
 ExportOutOption = Annotated[str | Path, OptionFlag("Folder for the consumer's files.", "out")]
-DryRunOption = Annotated[
-    bool, OptionFlag("List the files that would be read, and their formats; write nothing.")
-]
+DryRunOption = Annotated[bool, OptionFlag("List the files that would be read, and their formats; write nothing.")]
 FeaturesFileOption = Annotated[
     str | Path | None,
     OptionFlag("Where the feature-set file is now, if it moved.", "features", kind=Path | None),
@@ -467,7 +475,8 @@ class IngestOptions:
         keep_attributes: Span attributes to keep in addition to ids, counts, routes, the model and sampling parameters;
             repeatable.
         show_values: Show the content of rejected records, which is private data, not only their structure.
-        max_document_mib: Longest JSON document, line or protobuf message that is read, in MiB; memory holds it as a whole.
+        max_document_mib: Longest JSON document, line or protobuf message that is read, in MiB; memory holds it as a
+            whole.
         max_rejects: Number of bad records after which the rest of a file is not read.
         block_bytes: Bytes of a file that are decoded at once; larger blocks need more memory per worker.
         bytes_per_worker: Bytes for which another process starts; the start takes about as long as decoding 64 MiB.
@@ -492,7 +501,8 @@ class EngineChoice:
 
     Attributes:
         name: Where the work runs: in processes on this machine, or on Ray (`pip install 'tracefit[ray]'`).
-        ray_address: The Ray cluster: auto for the one on this machine, ray://HOST:PORT or HOST:PORT; a new one starts here if not given.
+        ray_address: The Ray cluster: auto for the one on this machine, ray://HOST:PORT or HOST:PORT; a new one starts
+            here if not given.
     """
 
     name: Literal["local", "ray"] = option("local", flag="--engine")
@@ -507,18 +517,19 @@ class TrainOptions:
     """How to train.
 
     Attributes:
-        beta_target: Source of step times: the step clock, step.duration_us, or auto, which takes durations if they cover the
-            busy time.
-        features: Feature set for step times: batch, power, roofline, roofline_max, work_max, line, line+sizes, a YAML or JSON
-            file, or auto, which chooses by validation inside and beyond the training load.
+        beta_target: Source of step times: the step clock, step.duration_us, or auto, which takes durations if they
+            cover the busy time.
+        features: Feature set for step times: batch, power, roofline, roofline_max, work_max, line, line+sizes, a YAML
+            or JSON file, or auto, which chooses by validation inside and beyond the training load.
         sample_csv: Also write the two sample tables of the specification.
         positive: Allow no negative coefficient and no negative intercept.
         any_sign: Allow coefficients of any sign, even a negative time per token, request or byte.
         fast: Skip the gradient-boosted references and the replays of other rates, which take most of the training time.
         include_overloaded: Train on overloaded runs even if their deployment has other runs.
-        across: Also measure how well every run, model and GPU in turn is predicted by models fitted on the others, and likewise
-            every deployment if several have the same model and GPU.
-        thresholds: Limits of a verdict, such as simulation.step_mape_pct=12:30 for yes up to 12 and with limits up to 30; repeatable.
+        across: Also measure how well every run, model and GPU in turn is predicted by models fitted on the others, and
+            likewise every deployment if several have the same model and GPU.
+        thresholds: Limits of a verdict, such as simulation.step_mape_pct=12:30 for yes up to 12 and with limits up to
+            30; repeatable.
     """
 
     beta_target: BetaTarget = option("auto")
@@ -539,19 +550,19 @@ class LoadOptions:
     Attributes:
         prompt: Prompt tokens of every request; as traced if not given.
         output: Tokens that every request generates; as traced if not given.
-        burstiness: Shape of the gamma distribution of gaps between arrivals: 1 is Poisson, below 1 gives bursts; found in the
-            recording if not given.
+        burstiness: Shape of the gamma distribution of gaps between arrivals: 1 is Poisson, below 1 gives bursts; found
+            in the recording if not given.
         router: Whether servers get requests at random or in turn.
-        file: A .csv, .parquet or .ndjson file of requests, with prompt_tokens and output_tokens, and if known cached_tokens
-            and arrival_s.
-        arrivals: `poisson`, requests that come at random at a steady rate; they have gamma distributed gaps if the recorded ones,
-            within stretches of steady rate, differ from that beyond chance. `traced`, the gaps of the recording over the mean of
-            their stretch. A file of requests with times and lengths (a log of a client, a table of `requests`, a CSV file) or of rates
-            per hour plans the servers for these, window by window.
-        accept: Tokens that a request gets from a step, with speculative decoding; as recorded if not given. Step times stay those of the
-            recording, with its drafts.
-        prefix_hits: Share of the prompt tokens that is in the prefix cache: `traced`, as each recorded request had it; `none`; or a
-            number, in percent.
+        file: A .csv, .parquet or .ndjson file of requests, with prompt_tokens and output_tokens, and if known
+            cached_tokens and arrival_s.
+        arrivals: `poisson`, requests that come at random at a steady rate; they have gamma distributed gaps if the
+            recorded ones, within stretches of steady rate, differ from that beyond chance. `traced`, the gaps of the
+            recording over the mean of their stretch. A file of requests with times and lengths (a log of a client, a
+            table of `requests`, a CSV file) or of rates per hour plans the servers for these, window by window.
+        accept: Tokens that a request gets from a step, with speculative decoding; as recorded if not given. Step times
+            stay those of the recording, with its drafts.
+        prefix_hits: Share of the prompt tokens that is in the prefix cache: `traced`, as each recorded request had it;
+            `none`; or a number, in percent.
     """
 
     prompt: int | None = option(None, minimum=1)

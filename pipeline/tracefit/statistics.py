@@ -28,8 +28,8 @@ _SD_PER_MAD = 1.4826
 def percentile(values: Vector, percent: float) -> float:
     """Return a percentile of values of shape (n,), n > 0, by linear interpolation between ranks.
 
-    It is the sorted value at `percent / 100 * (n - 1)`, counted from 0. Everything that prints a percentile of latencies takes it
-    from here, so that commands agree on the same requests.
+    It is the sorted value at `percent / 100 * (n - 1)`, counted from 0. Everything that prints a percentile of
+    latencies takes it from here, so that commands agree on the same requests.
     """
     return float(np.percentile(values, percent, method="linear"))
 
@@ -58,7 +58,9 @@ SD_OF_MEDIAN = 1.2533
 
 
 def median(values: Vector) -> float:
-    """Return the median of values of shape (n,) as `np.median` does, which takes several times as long; NaN without any."""
+    """Return the median of values of shape (n,) as `np.median` does, which takes several times as long; NaN without
+    any.
+    """
     if not len(values):
         return math.nan
     middle = len(values) // 2
@@ -80,7 +82,8 @@ def robust_sd(values: Vector) -> float:
 
 
 def monotone(x: Vector, y: Vector) -> Callable[[Vector], Vector]:
-    """Return a smooth curve through points, monotone between two of them: piecewise cubic Hermite interpolation (Fritsch and Butland 1984).
+    """Return a smooth curve through points, monotone between two of them: piecewise cubic Hermite interpolation
+    (Fritsch and Butland 1984).
 
     Args:
         x: Ascending, shape (n,), n of at least 2.

@@ -102,9 +102,7 @@ def mape_misleads(mape_pct: float | None, mdape_pct: float | None) -> bool:
     return mape_pct is not None and mdape_pct is not None and mape_pct > max(10.0, 10 * mdape_pct)
 
 
-def columns(
-    head: Sequence[str] | None, rows: Iterable[Sequence[str]], *, left: Collection[int] = (0,)
-) -> str:
+def columns(head: Sequence[str] | None, rows: Iterable[Sequence[str]], *, left: Collection[int] = (0,)) -> str:
     """Align cells in columns: those in `left` to the left, all others, which are numbers, to the right."""
     table = [tuple(r) for r in rows]
     if head is not None:
@@ -159,20 +157,14 @@ def deployment_labels(
         if shared[name] == 1:
             labels[deployment_id] = DeploymentLabel(name)
             continue
-        others = [
-            s
-            for other, (_, s) in deployments.items()
-            if other != deployment_id and _without_hash(other) == name
-        ]
+        others = [s for other, (_, s) in deployments.items() if other != deployment_id and _without_hash(other) == name]
         differing = [
             f"{key} {value}"
             for key, value in sorted(settings.items())
             if any(other.get(key) != value for other in others)
         ]
         named = f"run{'s' * (len(runs) > 1)} {', '.join(runs)}" if runs else ""
-        labels[deployment_id] = DeploymentLabel(
-            deployment_id, "; ".join([*([named] if named else []), *differing])
-        )
+        labels[deployment_id] = DeploymentLabel(deployment_id, "; ".join([*([named] if named else []), *differing]))
     return labels
 
 

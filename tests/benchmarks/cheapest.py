@@ -2,10 +2,10 @@
 
     python tests/benchmarks/cheapest.py [--loads 10]
 
-Twelve servers of one model are generated: three GPUs and four sizes of tensor parallelism. Three of them are sources; the other nine are
-transferred, with `--force`. Each load is planned twice: with these models, and with models that are fitted to each server's own traces, which
-say what is true. Prints for each load both cheapest servers with their cost per hour, and whether the true one is first, or among those that
-may be within the intervals.
+Twelve servers of one model are generated: three GPUs and four sizes of tensor parallelism. Three of them are sources;
+the other nine are transferred, with `--force`. Each load is planned twice: with these models, and with models that are
+fitted to each server's own traces, which say what is true. Prints for each load both cheapest servers with their cost
+per hour, and whether the true one is first, or among those that may be within the intervals.
 """
 
 from __future__ import annotations
@@ -58,9 +58,7 @@ def generated(gpu: str, tp: int, folder: Path) -> Path:
 
 def main() -> None:
     """Run the benchmark."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--loads", type=int, default=len(LOADS))
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as text:
@@ -74,23 +72,17 @@ def main() -> None:
         sources = [own[key] for key in SOURCES]
         for (gpu, tp), traced in own.items():
             run = folder / "runs" / f"{gpu}-tp{tp}"
-            server = tracefit.ServerOptions(
-                model_config=run / "config.json", run_config=run / "exp-config.yaml"
-            )
+            server = tracefit.ServerOptions(model_config=run / "config.json", run_config=run / "exp-config.yaml")
             computed[gpu, tp] = folder / "computed" / run.name
             if (gpu, tp) in SOURCES:
                 computed[gpu, tp] = traced
                 continue
             tracefit.transfer(sources, computed[gpu, tp], server=server, force=True)
-        print(
-            "| load | cheapest by transfer | cheapest by own traces | may be the cheapest |\n|" + " --- |" * 4
-        )
+        print("| load | cheapest by transfer | cheapest by own traces | may be the cheapest |\n|" + " --- |" * 4)
         right = 0
         for load in LOADS[: options.loads]:
             right += _compared(load, computed, own)
-        print(
-            f"\n{right} of {options.loads} loads: the true cheapest is first, or may be within the intervals"
-        )
+        print(f"\n{right} of {options.loads} loads: the true cheapest is first, or may be within the intervals")
 
 
 def _compared(load: Load, computed: dict[tuple[str, int], Path], own: dict[tuple[str, int], Path]) -> bool:
@@ -104,9 +96,9 @@ def _compared(load: Load, computed: dict[tuple[str, int], Path], own: dict[tuple
     cheapest = {Path(one.name).name for one in by_own if one.cost_per_hour == truth.cost_per_hour}
     names = [Path(one.name).name for one in by_transfer if one.ties]
     print(
-        f"| {load.rate:g}/s, {load.prompt} and {load.output} tokens, ITL P90 {load.itl_p90_ms:g} ms "
-        f"| {Path(first.name).name}, {first.cost_per_hour:.1f} | {', '.join(sorted(cheapest))}, {truth.cost_per_hour:.1f} "
-        f"| {len(names)} of {len(by_transfer)} |"
+        f"| {load.rate:g}/s, {load.prompt} and {load.output} tokens, ITL P90 {load.itl_p90_ms:g} ms | "
+        f"{Path(first.name).name}, {first.cost_per_hour:.1f} | {', '.join(sorted(cheapest))}, "
+        f"{truth.cost_per_hour:.1f} | {len(names)} of {len(by_transfer)} |"
     )
     return Path(first.name).name in cheapest or not cheapest.isdisjoint(names)
 

@@ -2,12 +2,13 @@
 
     python tests/benchmarks/day.py [--window 60] [--servers 6] [--seed 3]
 
-One generated server is recorded. Each day has 24 windows: one follows a sine, one has a burst of a quarter of a window on top of it, and in
-one outputs are twice as long in the evening. Every request of a day goes to one of the servers at random, and all servers serve all of
-theirs, once in the generator with the true law and its noise, and once in the replay engine with the models that the plan has. The objective is
-TTFT P99 in each window. Its limit is between what six and what five servers do in the generator in their worst window, on a logarithmic
-scale, so that six is right. The plan reads the arrivals from a CSV file and deals the requests out with other random numbers. A line says for
-the planned number and for one fewer whether the objective holds in the window that the plan names, and where it is missed.
+One generated server is recorded. Each day has 24 windows: one follows a sine, one has a burst of a quarter of a window
+on top of it, and in one outputs are twice as long in the evening. Every request of a day goes to one of the servers at
+random, and all servers serve all of theirs, once in the generator with the true law and its noise, and once in the
+replay engine with the models that the plan has. The objective is TTFT P99 in each window. Its limit is between what six
+and what five servers do in the generator in their worst window, on a logarithmic scale, so that six is right. The plan
+reads the arrivals from a CSV file and deals the requests out with other random numbers. A line says for the planned
+number and for one fewer whether the objective holds in the window that the plan names, and where it is missed.
 """
 
 from __future__ import annotations
@@ -178,8 +179,7 @@ def planned_right(
 ) -> bool:
     """Plan a day, replay it, and return whether the right number was found, or one more because of its interval."""
     known = {
-        ("generator", n): worst(day, n, given.window, ways["generator"])
-        for n in (given.servers, given.servers - 1)
+        ("generator", n): worst(day, n, given.window, ways["generator"]) for n in (given.servers, given.servers - 1)
     }
     limit = float(np.sqrt(np.prod([p99.max() for p99 in known.values()])))
     pl.DataFrame(day).write_csv(folder / "day.csv")
@@ -195,9 +195,9 @@ def planned_right(
         say(f"{kind}: {plan.reason}")
         return False
     say(
-        f"{kind}: {len(day['timestamp']):,} requests, TTFT P99 within {limit:.0f} ms: {found.servers} servers, {found.servers_likely} likely, "
-        f"{given.servers} are right ({time.process_time() - began:.0f} s of CPU); window {found.binding} binds; "
-        f"by window {[w.servers for w in found.windows]}"
+        f"{kind}: {len(day['timestamp']):,} requests, TTFT P99 within {limit:.0f} ms: {found.servers} servers, "
+        f"{found.servers_likely} likely, {given.servers} are right ({time.process_time() - began:.0f} s of CPU); "
+        f"window {found.binding} binds; by window {[w.servers for w in found.windows]}"
     )
     for way, serve in ways.items():
         for servers in sorted({found.servers, found.servers_likely - 1} - {0}, reverse=True):
@@ -207,8 +207,8 @@ def planned_right(
             holds = "holds" if p99[found.binding] <= limit else "fails"
             should = "holds" if servers == found.servers else "fails"
             say(
-                f"  {way}, {servers} servers: the objective {holds} in the binding window ({p99[found.binding]:.0f} ms), should: {should}; "
-                f"missed in windows {np.flatnonzero(p99 > limit).tolist()}"
+                f"  {way}, {servers} servers: the objective {holds} in the binding window ({p99[found.binding]:.0f} "
+                f"ms), should: {should}; missed in windows {np.flatnonzero(p99 > limit).tolist()}"
             )
     return given.servers in (found.servers, found.servers_likely)
 

@@ -2,10 +2,11 @@
 
     python tests/benchmarks/evidence.py [RUN ...] [--seeds 3] [--requests 400]
 
-Generated servers of four laws at a low, middle and full load, and RUN, folders with the spans of unmodified servers, are examined as they
-are; without 30 % of the requests; with one token in twenty beside the one before it, as a drafter makes them; and with one length in
-ten counted in the text. Two generated servers are taken for one besides. Prints the least, median and largest value of each statistic
-over the recordings of a kind, by the symbols of `docs/explanation/request-sums.md`.
+Generated servers of four laws at a low, middle and full load, and RUN, folders with the spans of unmodified servers,
+are examined as they are; without 30 % of the requests; with one token in twenty beside the one before it, as a drafter
+makes them; and with one length in ten counted in the text. Two generated servers are taken for one besides. Prints the
+least, median and largest value of each statistic over the recordings of a kind, by the symbols of
+`docs/explanation/request-sums.md`.
 """
 
 from __future__ import annotations
@@ -107,9 +108,7 @@ def changed(requests: pl.DataFrame, seed: int) -> dict[str, pl.DataFrame]:
 
 def main() -> None:
     """Measure all kinds, and print them."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", type=Path, nargs="*")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--requests", type=int, default=400)
@@ -132,9 +131,7 @@ def main() -> None:
             for requests in recorded(run, Path(scratch) / str(number)):
                 for kind, rows in changed(requests, number).items():
                     add(f"recorded, {kind}", rows)
-    print(
-        "| statistic | recordings | of | least | median | largest |\n| --- | --- | ---: | ---: | ---: | ---: |"
-    )
+    print("| statistic | recordings | of | least | median | largest |\n| --- | --- | ---: | ---: | ---: | ---: |")
     for (name, kind), values in sorted(found.items()):
         least, middle, most = np.quantile(values, (0, 0.5, 1))
         print(f"| {name} | {kind} | {len(values)} | {least:.3g} | {middle:.3g} | {most:.3g} |")

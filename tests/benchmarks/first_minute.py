@@ -3,8 +3,9 @@
     git worktree add build/before 21de2b08
     python tests/benchmarks/first_minute.py build/before [--rounds 3] [--only help fast]
 
-Prints the median CPU seconds of both versions, user and system, their ratio, and the peak memory of both in MB. Other work on the machine
-makes both slower: only the ratio counts. Both are compiled before, as pip compiles what it installs.
+Prints the median CPU seconds of both versions, user and system, their ratio, and the peak memory of both in MB. Other
+work on the machine makes both slower: only the ratio counts. Both are compiled before, as pip compiles what it
+installs.
 """
 
 from __future__ import annotations
@@ -75,9 +76,7 @@ def main() -> None:
             compile_all = [sys.executable, "-m", "compileall", "-q", str(tree / "pipeline/tracefit")]
             subprocess.run(compile_all, env=_environment(tree, compiled), check=True)
         for name in given.only:
-            rounds = [
-                [measure(tree, COMMANDS[name], compiled) for tree in trees] for _ in range(given.rounds)
-            ]
+            rounds = [[measure(tree, COMMANDS[name], compiled) for tree in trees] for _ in range(given.rounds)]
             before, now = (statistics.median(one[k][0] for one in rounds) for k in (0, 1))
             peaks = [max(one[k][1] for one in rounds) for k in (0, 1)]
             ratio = f"{now:.2f} s of {before:.2f} s: {now / before:.2f}"

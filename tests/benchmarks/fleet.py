@@ -2,8 +2,8 @@
 
     python tests/benchmarks/fleet.py [--runs 200] [--mb 1] [--workers 1]
 
-Prints CPU seconds and peak memory of `tracefit ingest`, a process of its own each time, and their ratio. The two take turns, so
-that other work on the machine slows both.
+Prints CPU seconds and peak memory of `tracefit ingest`, a process of its own each time, and their ratio. The two take
+turns, so that other work on the machine slows both.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ def main() -> None:
         for shape, rounds in taken.items():
             cpu_s, peak_mib = statistics.median(r.cpu_s for r in rounds), max(r.peak_mib for r in rounds)
             print(
-                f"{size / MB:,.0f} MB as {shape}: {cpu_s:.1f} s of CPU, {size / MB / cpu_s:.0f} MB/s, {peak_mib:.0f} MiB"
+                f"{size / MB:,.0f} MB as {shape}: {cpu_s:.1f} s of CPU, {size / MB / cpu_s:.0f} MB/s, {peak_mib:.0f} "
+                "MiB"
             )
         alone, fleet = taken.values()
         ratios = [theirs.cpu_s / ours.cpu_s for ours, theirs in zip(alone, fleet, strict=True)]

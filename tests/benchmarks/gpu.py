@@ -2,10 +2,10 @@
 
     python tests/benchmarks/gpu.py DATA
 
-DATA is a folder with `fpm-b300/`, runs recorded as ForwardPassMetrics, and a step-traced run of an H100. Line and boosting get the
-rows that the model was trained and tested on, with the plain columns of a batch and a flag for prompts. Prints mean absolute
-errors in percent: of the last 30 %, of its mixed steps, of every third of ten equal stretches; and beyond the load, trained on
-batches up to a quarter of the largest and tested above half of it.
+DATA is a folder with `fpm-b300/`, runs recorded as ForwardPassMetrics, and a step-traced run of an H100. Line and
+boosting get the rows that the model was trained and tested on, with the plain columns of a batch and a flag for
+prompts. Prints mean absolute errors in percent: of the last 30 %, of its mixed steps, of every third of ten equal
+stretches; and beyond the load, trained on batches up to a quarter of the largest and tested above half of it.
 """
 
 from __future__ import annotations
@@ -81,7 +81,8 @@ def _others(rows: pl.DataFrame, train: Flags) -> tuple[Vector, Vector]:
 
 
 def measure(run: Path, out: Path) -> tuple[str, Errors, Errors, Errors]:
-    """Train on a run; return its feature set and the errors of the last 30 %, of its mixed steps, and of the stretches."""
+    """Train on a run; return its feature set and the errors of the last 30 %, of its mixed steps, and of the
+    stretches."""
     tracefit.run([run], out)
     entry = json.loads((out / "evaluation.json").read_text())["deployments"][0]["models"]["beta.cycle_time"]
     chosen = next(c["name"] for c in entry["candidates"] if c["chosen"])
@@ -90,9 +91,7 @@ def measure(run: Path, out: Path) -> tuple[str, Errors, Errors, Errors]:
     train = (included["split"] == "train").to_numpy()
     y, mixed = included["y"].to_numpy(), (included["num_prefill_reqs"] > 0).to_numpy() & ~train
     line, boosted = _others(included, train)
-    last = Errors(
-        entry["holdout"]["mape_pct"], _pct(line[~train], y[~train]), _pct(boosted[~train], y[~train])
-    )
+    last = Errors(entry["holdout"]["mape_pct"], _pct(line[~train], y[~train]), _pct(boosted[~train], y[~train]))
     of_mixed = entry["by_group"].get("mixed", {}).get("mape_pct", float("nan"))
     prompts = Errors(of_mixed, _pct(line[mixed], y[mixed]), _pct(boosted[mixed], y[mixed]))
     every = rows.filter(pl.col("excluded_reason").is_null() | (pl.col("excluded_reason") == "outlier"))
@@ -108,8 +107,8 @@ def measure(run: Path, out: Path) -> tuple[str, Errors, Errors, Errors]:
 
 
 def beyond(run: Path, folder: Path) -> tuple[float, float, float]:
-    """Train on batches up to a quarter of the largest; return the error above half of it, the share of far steps that are marked
-    out of range (NaN without any), and the smallest prediction in us."""
+    """Train on batches up to a quarter of the largest; return the error above half of it, the share of far steps that
+    are marked out of range (NaN without any), and the smallest prediction in us."""
     steps = pl.read_csv(gzip.decompress((run / CSV).read_bytes()), infer_schema_length=None)
     most = steps["num_decode_requests"].max()
     small = folder / run.name
@@ -144,7 +143,8 @@ def main() -> None:
     if not runs:
         sys.exit(f"{data}: no runs in fpm-b300/; give the folder of the real traces (DATA=folder)")
     runs += [run for run in [data / H100] if run.exists()]
-    print("run | features | ours | line | boosting | mixed steps: ours | line | boosting | stretches: ours | line | boosting | beyond the load | far steps marked % | least prediction us")  # fmt: skip
+    print("run | features | ours | line | boosting | mixed steps: ours | line | boosting | stretches: ours | line | "
+          "boosting | beyond the load | far steps marked % | least prediction us")  # fmt: skip
     print(" | ".join(["---"] * 14))
     found = []
     for run in runs:
@@ -152,13 +152,11 @@ def main() -> None:
             chosen, *errors = measure(run, Path(folder) / "out")
         with tempfile.TemporaryDirectory() as folder:
             far = beyond(run, Path(folder)) if (run / CSV).exists() else None
-        print(" | ".join([run.name, chosen, *map(str, errors), *(f"{value:.4g}" for value in far or ())]), flush=True)  # fmt: skip
+        print(" | ".join([run.name, chosen, *map(str, errors), *(f"{value:.4g}" for value in far or ())]), flush=True)
         if far:
             found.append((errors[0].ours, errors[2].ours, far[0]))
     means = [statistics.fmean(column) for column in zip(*found, strict=True)]
-    print(
-        f"\nmean of B300: last 30 % {means[0]:.2f}, stretches {means[1]:.2f}, beyond the load {means[2]:.2f}"
-    )
+    print(f"\nmean of B300: last 30 % {means[0]:.2f}, stretches {means[1]:.2f}, beyond the load {means[2]:.2f}")
 
 
 if __name__ == "__main__":

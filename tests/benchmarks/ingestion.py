@@ -3,10 +3,10 @@
 Every file has a layout of its own, drawn at random: order, spelling and number of attributes, spelling of numbers,
 snapshots or none, spans per record, lengths of requests. The seed is printed; `--seed` draws the same again.
 
-Whole processes are measured, start included: `tracefit ingest`, which writes all its tables; a plain loop, which decodes
-into dicts and writes nothing; and for JSON the readers of DuckDB and ClickHouse (chdb), where they are installed, which
-write the event columns to Parquet. They take turns; medians are compared. Nothing is asserted about time, but the
-tables must hold every span and event that was written.
+Whole processes are measured, start included: `tracefit ingest`, which writes all its tables; a plain loop, which
+decodes into dicts and writes nothing; and for JSON the readers of DuckDB and ClickHouse (chdb), where they are
+installed, which write the event columns to Parquet. They take turns; medians are compared. Nothing is asserted about
+time, but the tables must hold every span and event that was written.
 """
 
 from __future__ import annotations
@@ -242,9 +242,7 @@ def _print_layouts(kinds: Sequence[Kind], size: str, seeds: range, rounds: int, 
             one = sit(kind, size, seed, (_ONE, _PLAIN), rounds, folder)
             _forget(one)
             ours, plain = one.median(_ONE, "cpu_s"), one.median(_PLAIN, "cpu_s")
-            net_ours, net_plain = (
-                one.median(c, "cpu_s") - starts[kind].median(c, "cpu_s") for c in (_ONE, _PLAIN)
-            )
+            net_ours, net_plain = (one.median(c, "cpu_s") - starts[kind].median(c, "cpu_s") for c in (_ONE, _PLAIN))
             ratios[kind].append(plain / ours)
             print(
                 f"| {seed} | {kind} | {ours:.2f} | {plain:.2f} | {plain / ours:.2f} | "
@@ -262,9 +260,7 @@ def _forget(sitting: Sitting) -> None:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", nargs="+", metavar="SIZE", help=f"default: {' '.join(_SIZES)}")
     parser.add_argument("--kind", choices=[*get_args(Kind), "both"], default="both")
     parser.add_argument("--only", nargs="+", choices=list(_CASES), help="cases to measure")
@@ -319,9 +315,7 @@ def main() -> None:
         given.seed = random.SystemRandom().randrange(10**6)
     print(f"# Ingestion, seed {given.seed}\n")
     load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
-    print(
-        f"{os.cpu_count()} CPUs, load {load}, Python {platform.python_version()}, {time.strftime('%F %R')}.\n"
-    )
+    print(f"{os.cpu_count()} CPUs, load {load}, Python {platform.python_version()}, {time.strftime('%F %R')}.\n")
     for missing in [c for c in cases if c in _READERS and not importlib.util.find_spec(c)]:
         cases.remove(missing)
         print(f"{_CASES[missing]} is left out: {missing} is not installed.\n")

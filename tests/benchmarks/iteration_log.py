@@ -27,8 +27,8 @@ def lines(first: int, other: int) -> pl.DataFrame:
     prompts, running = (step % 9 == 0).cast(pl.Int64), 4 + step // 500 % 5
     at = pl.from_epoch(1_764_000_000 + step // 100).dt.strftime("%m-%d %H:%M:%S")
     line = pl.format(
-        "INFO {} [loggers.py:199] Engine 000: Iteration({}): {} context requests, {} context tokens, {} generation requests, "
-        "{} generation tokens, iteration elapsed time: {}.{} ms, GPU KV cache usage: 3.5%",
+        "INFO {} [loggers.py:199] Engine 000: Iteration({}): {} context requests, {} context tokens, {} generation "
+        "requests, {} generation tokens, iteration elapsed time: {}.{} ms, GPU KV cache usage: 3.5%",
         at,
         step,
         prompts,

@@ -1,12 +1,13 @@
-"""How surely requests without a span are noticed in the recording of an unmodified server, and what they cost where they are not.
+"""How surely requests without a span are noticed in the recording of an unmodified server, and what they cost where
+they are not.
 
     python tests/benchmarks/missing_requests.py [RECORDING ...] [--seeds 10] [--requests 400]
 
-Generated servers of four laws at a low, middle and full load, and RECORDING, folders with spans and a log with step times, lose 10, 30
-and 50 % of their requests at random. A row gives how many of the seeds are refused, and, for 10 %, how far the median error of the
-step model on the true steps rises where it is fitted all the same. Returns 1 if a complete recording is refused, if fewer than 95 %
-of the cases with 30 or 50 % removed are, or if the model of a complete recording's spans errs more than 1.5 times as much on true
-steps as the one with the log.
+Generated servers of four laws at a low, middle and full load, and RECORDING, folders with spans and a log with step
+times, lose 10, 30 and 50 % of their requests at random. A row gives how many of the seeds are refused, and, for 10 %,
+how far the median error of the step model on the true steps rises where it is fitted all the same. Returns 1 if a
+complete recording is refused, if fewer than 95 % of the cases with 30 or 50 % removed are, or if the model of a
+complete recording's spans errs more than 1.5 times as much on true steps as the one with the log.
 """
 
 from __future__ import annotations
@@ -140,9 +141,7 @@ def main() -> int:
         for name, seed, requests, steps, config in generated(folder / "made", asked.seeds, asked.requests):
             try_all(name, range(seed, seed + 1), requests)
             if steps is not None:
-                whole, less = (
-                    fitted(kept(requests, share, 17), folder / "fit", config) for share in (0.0, 0.1)
-                )
+                whole, less = (fitted(kept(requests, share, 17), folder / "fit", config) for share in (0.0, 0.1))
                 costs[name] = f"{error_pct(whole, steps):.1f} | {error_pct(less, steps):.1f}"
         for recording in asked.recordings:
             requests, steps, both = recorded(recording, folder / recording.name)
@@ -153,16 +152,15 @@ def main() -> int:
             within &= alone <= MOST_TIMES * best
             costs[recording.name] = f"{alone:.1f} ({best:.1f} with the log) | {error_pct(less, steps):.1f}"
     print(
-        "server | complete | 10 % | 30 % | 50 % removed, refused | median error % on true steps, complete | with 10 % removed"
+        "server | complete | 10 % | 30 % | 50 % removed, refused | median error % on true steps, complete | with 10 "
+        "% removed"
     )
     total = {removed: [0, 0] for removed in REMOVED}
     for name, by_share in refused.items():
         for removed, each in by_share.items():
             total[removed][0] += sum(each)
             total[removed][1] += len(each)
-        print(
-            f"{name} | {' | '.join(f'{sum(each)}/{len(each)}' for each in by_share.values())} | {costs[name]}"
-        )
+        print(f"{name} | {' | '.join(f'{sum(each)}/{len(each)}' for each in by_share.values())} | {costs[name]}")
     print(f"all | {' | '.join(f'{some}/{of}' for some, of in total.values())}")
     (false, _), *_ = total.values()
     caught, of = (sum(total[removed][n] for removed in REMOVED[2:]) for n in (0, 1))

@@ -2,9 +2,10 @@
 
     python tests/benchmarks/models.py [--seeds 4] [--requests 400] [--quick]
 
-Several models and GPUs by the roofline law, one by the linear law (noise of 2.4 % MAPE), surges of 1 to 3 times the arrivals of training, steps
-traced at 1.0 and 0.1; a mixture of experts that drains to batches of one to three; QUEUED stamped at the step start and at
-the arrival. Prints a table per kind of run with gradient boosting beside it, and what of the bars does not hold.
+Several models and GPUs by the roofline law, one by the linear law (noise of 2.4 % MAPE), surges of 1 to 3 times the
+arrivals of training, steps traced at 1.0 and 0.1; a mixture of experts that drains to batches of one to three; QUEUED
+stamped at the step start and at the arrival. Prints a table per kind of run with gradient boosting beside it, and what
+of the bars does not hold.
 """
 
 from __future__ import annotations
@@ -127,9 +128,7 @@ def runs(seeds: int, requests: int, *, quick: bool) -> list[tuple[str, float, Sy
     """Return what to run: kind, surge and options."""
     found = []
     for model, gpu, tp, rate, law in SERVERS[:1] if quick else SERVERS:
-        base = SynthOptions(
-            law=law, model=model, gpu=gpu, tp=tp, rate_per_s=rate, max_num_seqs=256, num_blocks=40_000
-        )
+        base = SynthOptions(law=law, model=model, gpu=gpu, tp=tp, rate_per_s=rate, max_num_seqs=256, num_blocks=40_000)
         named = f"{model}-{gpu.lower()}-tp{tp}{'-linear' if law == 'linear' else ''}"
         for sampling in (1.0, 0.1):
             for surge in SURGES:
@@ -201,11 +200,7 @@ def check(measured: list[tuple[str, Measured]]) -> list[str]:
 
     for sampling in (1.0, 0.1):
         for surge in SURGES:
-            mine = [
-                m
-                for k, m in measured
-                if k.startswith("surge") and m.surge == surge and m.sampling == sampling
-            ]
+            mine = [m for k, m in measured if k.startswith("surge") and m.surge == surge and m.sampling == sampling]
             if not mine:
                 continue
             where = f"surge {surge:g}, steps at {sampling:g}, {len(mine)} runs"
@@ -227,7 +222,11 @@ def check(measured: list[tuple[str, Measured]]) -> list[str]:
             lines.append(f"     {where}, gradient boosting: {boosted:.2f}")
     drained = [m for k, m in measured if k == "drain" and m.tail is not None]
     if drained:
-        bar(f"drain of a mixture of experts, {len(drained)} runs, worst tail MAPE", max(m.tail for m in drained), TAIL_MAPE)  # fmt: skip
+        bar(
+            f"drain of a mixture of experts, {len(drained)} runs, worst tail MAPE",
+            max(m.tail for m in drained),
+            TAIL_MAPE,
+        )
     for stamp in ("step_start", "arrival"):
         # Every other kind of run stamps QUEUED at the step start too.
         mine = [m for k, m in measured if (k == "QUEUED at arrival") is (stamp == "arrival")]
@@ -243,9 +242,7 @@ def check(measured: list[tuple[str, Measured]]) -> list[str]:
 
 def main() -> None:
     """Run everything and print the tables."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=4)
     parser.add_argument("--requests", type=int, default=400)
     parser.add_argument("--quick", action="store_true", help="one server only")

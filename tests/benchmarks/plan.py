@@ -1,12 +1,14 @@
-"""Errors of plans: runs generated at one rate, planned for 1.3 to 1.8 times it, and compared with runs generated at that rate.
+"""Errors of plans: runs generated at one rate, planned for 1.3 to 1.8 times it, and compared with runs generated at
+that rate.
 
     python tests/benchmarks/plan.py [--requests 20000] [--truth 12000] [--seed 10]
 
-Three models, one of them a mixture of experts, under four laws of step times. The recorded run has a third of the requests per second
-that its server can serve, for about half an hour. The truth is three runs with other requests of the same distribution together: in one
-of them TTFT P90 is 2.3 % from that of the next, and P99 5 %. Each run has a seed of its own, so that not all have the same luck. Every
-line has the errors in percent, with a ! where the truth is outside the plan's interval. The number of servers is planned for eight times
-1.8 times the rate. Its objective lies between what eight servers and what seven do in truth, so that eight is right.
+Three models, one of them a mixture of experts, under four laws of step times. The recorded run has a third of the
+requests per second that its server can serve, for about half an hour. The truth is three runs with other requests of
+the same distribution together: in one of them TTFT P90 is 2.3 % from that of the next, and P99 5 %. Each run has a seed
+of its own, so that not all have the same luck. Every line has the errors in percent, with a ! where the truth is
+outside the plan's interval. The number of servers is planned for eight times 1.8 times the rate. Its objective lies
+between what eight servers and what seven do in truth, so that eight is right.
 """
 
 from __future__ import annotations
@@ -45,9 +47,7 @@ TRUTHS = 3
 def truth_of(options: SynthOptions) -> dict[str, np.ndarray]:
     """Return TTFT, ITL and E2E of a generated run in ms."""
     # Of all forms, the one that is written quickest.
-    rows = (
-        synth(replace(options, form="fpm")).truth_requests.drop_nulls("finished_ns").to_dict(as_series=False)
-    )
+    rows = synth(replace(options, form="fpm")).truth_requests.drop_nulls("finished_ns").to_dict(as_series=False)
     arrival, first, last = (np.array(rows[n], float) for n in ("arrival_ns", "first_token_ns", "finished_ns"))
     output = np.array(rows["output_tokens"])
     several = output > 1
@@ -101,9 +101,7 @@ class Table:
         interval = f"{plan.servers_low}, likely {plan.servers_likely}"
         say(f"{where}: {found} servers ({interval}) of {SERVERS}: {answer}")
         if not (is_right or is_more):
-            self.failed.append(
-                f"{where}: {found} servers ({interval}), {SERVERS} needed; {plan.reason or ''}"
-            )
+            self.failed.append(f"{where}: {found} servers ({interval}), {SERVERS} needed; {plan.reason or ''}")
 
 
 def say(text: str) -> None:
@@ -171,9 +169,7 @@ def main() -> None:
     for name, errors in table.worst.items():
         absolute = np.abs(errors)
         say(f"{name}: median {np.median(absolute):.1f} %, largest {absolute.max():.1f} % of {len(errors)}")
-    say(
-        f"outside their interval: {table.outside[False]} of {table.outside.total()}; servers: {dict(table.servers)}"
-    )
+    say(f"outside their interval: {table.outside[False]} of {table.outside.total()}; servers: {dict(table.servers)}")
     for line in table.failed:
         say(f"does not hold: {line}")
 

@@ -2,10 +2,11 @@
 
     python tests/benchmarks/plan_recorded.py RECORDING... --truth RUN:RATE... [--warm-up 20]
 
-A recording is a folder for `tracefit run`. A truth is a folder of the same server's traces under a steady load, and its requests per
-second. Requests of its first and last seconds are left out: the server was empty, or they had fewer beside them. Each plan is asked with
-defaults. Nine percentiles (P50, P90 and P99 of TTFT, ITL and E2E) are printed with their errors, their intervals, and a mark if the truth is
-outside; at the end the number of truths within the intervals, which are to hold 90 %, and the median ratio of upper to lower ends.
+A recording is a folder for `tracefit run`. A truth is a folder of the same server's traces under a steady load, and its
+requests per second. Requests of its first and last seconds are left out: the server was empty, or they had fewer beside
+them. Each plan is asked with defaults. Nine percentiles (P50, P90 and P99 of TTFT, ITL and E2E) are printed with their
+errors, their intervals, and a mark if the truth is outside; at the end the number of truths within the intervals, which
+are to hold 90 %, and the median ratio of upper to lower ends.
 """
 
 from __future__ import annotations
@@ -46,9 +47,7 @@ def truth_of(folder: Path, warm_up_s: float) -> dict[str, float]:
 
 def main(arguments: list[str] | None = None) -> None:
     """Train on every recording, and plan every truth."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recordings", nargs="+", type=Path)
     parser.add_argument("--truth", nargs="+", required=True, metavar="RUN:RATE")
     parser.add_argument("--warm-up", type=float, default=0.0, metavar="SECONDS")
@@ -65,7 +64,8 @@ def main(arguments: list[str] | None = None) -> None:
                 (plan,) = tracefit.plan(out, rate=rate, servers=1).plans
                 between = f"{plan.capacity_low or 0:.2f} to {plan.capacity_high or 0:.2f}"
                 print(
-                    f"{recording.name} at {rate:g}/s: capacity {plan.capacity_per_s or 0:.2f} ({between}) {plan.reason or ''}"
+                    f"{recording.name} at {rate:g}/s: capacity {plan.capacity_per_s or 0:.2f} ({between}) "
+                    f"{plan.reason or ''}"
                 )
                 for name, value in truth.items():
                     found = plan.at.latency(name) if plan.at else None
@@ -79,13 +79,9 @@ def main(arguments: list[str] | None = None) -> None:
                         if found is None or found.value is None
                         else f"{found.value:,.0f} ({100 * (found.value / value - 1):+.0f} %)"
                     )
-                    print(
-                        f"  {name} {value:,.0f}, planned {planned}, {low:,.0f} to {high:,.0f}{'' if holds else ' !'}"
-                    )
+                    print(f"  {name} {value:,.0f}, planned {planned}, {low:,.0f} to {high:,.0f}{'' if holds else ' !'}")
     ratios = ", ".join(f"{q.upper()} {np.median(found):.2f}" for q, found in widths.items())
-    print(
-        f"{sum(inside)} of {len(inside)} within their intervals; median ratio of upper to lower end: {ratios}"
-    )
+    print(f"{sum(inside)} of {len(inside)} within their intervals; median ratio of upper to lower end: {ratios}")
 
 
 if __name__ == "__main__":

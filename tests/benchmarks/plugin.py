@@ -1,7 +1,9 @@
-"""Time that tracefit-vllm takes on the engine's thread: `make bench-vllm`, with the Python of an environment that has vLLM.
+"""Time that tracefit-vllm takes on the engine's thread: `make bench-vllm`, with the Python of an environment that has
+vLLM.
 
-vLLM's own scheduler runs without a model, in turn with and without the plugin; its requests decode one token a step. The times are
-CPU times of this thread, so that other programs on the machine do not count: of a whole step, and of only the plugin's part of it.
+vLLM's own scheduler runs without a model, in turn with and without the plugin; its requests decode one token a step.
+The times are CPU times of this thread, so that other programs on the machine do not count: of a whole step, and of only
+the plugin's part of it.
 """
 
 from __future__ import annotations
@@ -69,9 +71,7 @@ def run(kind, config, batch, number):
         output = engine.schedule()
         names = list(output.num_scheduled_tokens)
         index = {name: at for at, name in enumerate(names)}
-        sampled = ModelRunnerOutput(
-            req_ids=names, req_id_to_index=index, sampled_token_ids=[[7]] * len(names)
-        )
+        sampled = ModelRunnerOutput(req_ids=names, req_id_to_index=index, sampled_token_ids=[[7]] * len(names))
         engine.update_from_output(output, sampled)
         if step >= STEPS // 10:
             spent.append((time.thread_time_ns() - began) / 1e3)

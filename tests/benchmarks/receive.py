@@ -1,8 +1,9 @@
-"""How many spans per second `tracefit receive` takes, per core, and how much memory, also of requests made to take much.
+"""How many spans per second `tracefit receive` takes, per core, and how much memory, also of requests made to take
+much.
 
-`python tests/benchmarks/receive.py [--seconds N] [--profile FILE]`: a receiver in a process of its own, kept to one core
-where the machine lets it; requests of 512 spans, encoded before the clock starts (what the receiver can take) or by the
-SDK's exporters as they go (what a server sends). CPU seconds are the receiver's own, from the system.
+`python tests/benchmarks/receive.py [--seconds N] [--profile FILE]`: a receiver in a process of its own, kept to one
+core where the machine lets it; requests of 512 spans, encoded before the clock starts (what the receiver can take) or
+by the SDK's exporters as they go (what a server sends). CPU seconds are the receiver's own, from the system.
 """
 
 from __future__ import annotations
@@ -102,9 +103,8 @@ def measure(receiver: Receiver, name: str, senders: list[Callable[[], int]], sec
     taken, used = time.perf_counter() - start, receiver.cpu_seconds() - cpu
     rate, per_sender = sum(sent) / taken, sum(sent) / (time.process_time() - own)
     print(
-        f"{name:<44} {len(senders):>3} connections {rate:>9,.0f} spans/s  {sum(sent) / used:>9,.0f} per core-second of it"
-        f" {per_sender:>9,.0f} of the senders"
-        f"  {used / taken:>5.0%} of a core  peak {receiver.peak_mib()} MiB"
+        f"{name:<44} {len(senders):>3} connections {rate:>9,.0f} spans/s  {sum(sent) / used:>9,.0f} per core-second "
+        f"of it {per_sender:>9,.0f} of the senders  {used / taken:>5.0%} of a core  peak {receiver.peak_mib()} MiB"
     )
 
 
@@ -152,7 +152,8 @@ def _sender(receiver: Receiver, kind: str, body: bytes, *, is_grpc: bool) -> Cal
 
 
 def attack(receiver: Receiver, name: str, senders: list[Callable[[], object]], honest: bytes) -> None:
-    """Send hostile requests for five seconds; print how long an honest sender waits beside them, and the peak memory."""
+    """Send hostile requests for five seconds; print how long an honest sender waits beside them, and the peak
+    memory."""
     stop_at, waits = time.perf_counter() + 5, [0.0]
 
     def send(sender: Callable[[], object]) -> None:
@@ -232,24 +233,16 @@ def main() -> None:
         exporter = (
             GrpcExporter(f"http://127.0.0.1:{receiver.grpc_port}")
             if kind == "grpc"
-            else HttpExporter(
-                f"http://127.0.0.1:{receiver.http_port}/v1/traces", compression=Compression.Gzip
-            )
+            else HttpExporter(f"http://127.0.0.1:{receiver.http_port}/v1/traces", compression=Compression.Gzip)
         )
         count = iter(range(number, 1 << 60))
-        return lambda: (
-            _BATCH * (exporter.export(batches[next(count) % len(batches)]) is SpanExportResult.SUCCESS)
-        )
+        return lambda: _BATCH * (exporter.export(batches[next(count) % len(batches)]) is SpanExportResult.SUCCESS)
 
     try:
         for many in (1, 8, 64):
             measure(receiver, "encoded, gRPC", [raw_grpc(n) for n in range(many)], options.seconds)
-            measure(
-                receiver, "encoded, HTTP", [raw_http(n, is_gzip=False) for n in range(many)], options.seconds
-            )
-        measure(
-            receiver, "encoded, HTTP, gzip", [raw_http(n, is_gzip=True) for n in range(8)], options.seconds
-        )
+            measure(receiver, "encoded, HTTP", [raw_http(n, is_gzip=False) for n in range(many)], options.seconds)
+        measure(receiver, "encoded, HTTP, gzip", [raw_http(n, is_gzip=True) for n in range(8)], options.seconds)
         measure(receiver, "SDK's exporter, gRPC", [sdk(0, "grpc")], options.seconds)
         measure(receiver, "SDK's exporter, HTTP, gzip", [sdk(0, "http")], options.seconds)
     finally:

@@ -1,9 +1,10 @@
 """A fleet whose servers come and go for a day: refusals, files, descriptors and memory of the receiver, and lost spans.
 
-`python tests/benchmarks/receive_fleet.py [--instances N] [--at-a-time N] [--hours N] [--every S] [--senders N]`: the intake
-and the store of `tracefit receive` in this process, without its ports. Every instance exports a span each time; the clock is
-passed in, so that a day takes some minutes (`TMPDIR=/dev/shm` saves those of the disk). `--senders` is how many may be active:
-fewer than there are instances, so that silent ones have to be forgotten. The files are read back by other code than the receiver's.
+`python tests/benchmarks/receive_fleet.py [--instances N] [--at-a-time N] [--hours N] [--every S] [--senders N]`: the
+intake and the store of `tracefit receive` in this process, without its ports. Every instance exports a span each time;
+the clock is passed in, so that a day takes some minutes (`TMPDIR=/dev/shm` saves those of the disk). `--senders` is how
+many may be active: fewer than there are instances, so that silent ones have to be forgotten. The files are read back by
+other code than the receiver's.
 """
 
 from __future__ import annotations
@@ -127,9 +128,7 @@ async def send(fleet: Fleet, out: Path, most_senders: int) -> bytearray:
             else:
                 acknowledged[number] = 1
 
-    print(
-        f"{'hours':>6} {'exports':>9} {'active':>7} {'forgotten':>9} {'files':>8} {'descriptors':>11} {'MiB':>5}"
-    )
+    print(f"{'hours':>6} {'exports':>9} {'active':>7} {'forgotten':>9} {'files':>8} {'descriptors':>11} {'MiB':>5}")
     for turn in range(turns):
         now[0] = turn * fleet.every_s
         there = fleet.at(now[0])
@@ -146,9 +145,7 @@ async def send(fleet: Fleet, out: Path, most_senders: int) -> bytearray:
             )
             exports, active, forgotten, files, most = (f"{value:,}" for value in row)
             hours = (now[0] + fleet.every_s) / 3600
-            print(
-                f"{hours:>6.1f} {exports:>9} {active:>7} {forgotten:>9} {files:>8} {most:>11} {_memory_mib():>5}"
-            )
+            print(f"{hours:>6.1f} {exports:>9} {active:>7} {forgotten:>9} {files:>8} {most:>11} {_memory_mib():>5}")
     intake.close()
     await writing
     spans = senders.spans.total() + senders.forgotten_spans

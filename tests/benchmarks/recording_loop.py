@@ -1,11 +1,13 @@
-"""The loop of a recording with a real server: record badly, record as the report says, and see whether every use becomes a yes.
+"""The loop of a recording with a real server: record badly, record as the report says, and see whether every use
+becomes a yes.
 
     SERVER_PYTHON=ENVIRONMENT/bin/python PYTHONPATH=tests python -m benchmarks.recording_loop FOLDER
 
-Half an hour on a machine where nothing else runs (`make bench-loop`). Each time `vllm serve` is started again, with a small model of random
-weights, and its spans and its log are recorded. First one rate is sent for a minute. Then the commands of the report are run as they are,
-with the server's address and the model's folder put in. Each recording is fitted from only its spans, and with its log. It prints
-a table of the verdicts, and below it the criteria that lack a yes. Recordings and reports stay in FOLDER.
+Half an hour on a machine where nothing else runs (`make bench-loop`). Each time `vllm serve` is started again, with a
+small model of random weights, and its spans and its log are recorded. First one rate is sent for a minute. Then the
+commands of the report are run as they are, with the server's address and the model's folder put in. Each recording is
+fitted from only its spans, and with its log. It prints a table of the verdicts, and below it the criteria that lack a
+yes. Recordings and reports stay in FOLDER.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ MODEL = {
     "num_hidden_layers": 4,
     "num_attention_heads": 8,
     "num_key_value_heads": 8,
-    # `random` prompts of `vllm bench serve` begin at a random word and count on: of 512 words most repeat earlier ones, and are prefix hits.
+    # `random` prompts of `vllm bench serve` begin at a random word and count on: of 512 words most repeat earlier ones,
+    # and are prefix hits.
     "vocab_size": 32_768,
 }
 SERVER = ("--dtype", "float32", "--max-model-len", "2048", "--max-num-seqs", "64")
@@ -47,7 +50,8 @@ SOURCES = ("only spans", "spans and log")
 
 
 def record(folder: Path, lines: list[str]) -> Path:
-    """Run lines of a shell against a server of its own; return the run's folder below `traces`, and leave `server.log` beside it."""
+    """Run lines of a shell against a server of its own; return the run's folder below `traces`, and leave `server.log`
+    beside it."""
     folder.mkdir(parents=True)
     receiver = Process(folder / "traces")
     try:
@@ -77,9 +81,7 @@ def _send(lines: list[str], server: Server, folder: Path) -> None:
     offline = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     environment = {**os.environ, **values, **offline, "PATH": f"{tools}:{os.environ['PATH']}"}
     with (folder / "load.log").open("wb") as log:
-        subprocess.run(
-            ["bash", str(script)], env=environment, stdout=log, stderr=subprocess.STDOUT, check=True
-        )
+        subprocess.run(["bash", str(script)], env=environment, stdout=log, stderr=subprocess.STDOUT, check=True)
 
 
 def fit(run: Path, folder: Path) -> dict[str, dict]:
@@ -103,7 +105,8 @@ def fit(run: Path, folder: Path) -> dict[str, dict]:
 
 
 def table(found: dict[str, dict[str, dict]]) -> Iterator[str]:
-    """Yield the lines of a table: the recordings, the verdict on each use, and errors of models on the held-out steps."""
+    """Yield the lines of a table: the recordings, the verdict on each use, and errors of models on the held-out
+    steps."""
     yield f"| recording | {' | '.join(USES)} | step time, held out |"
     yield f"|---|{'---|' * (len(USES) + 1)}"
     for recording, sources in found.items():
@@ -136,9 +139,7 @@ def reasons(found: dict[str, dict[str, dict]]) -> Iterator[str]:
 
 def main() -> None:
     """Record twice, fit both, and print."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     folder = parser.parse_args().folder
     found = {}

@@ -1,14 +1,15 @@
 """Speed and errors of replays.
 
-    python tests/benchmarks/replay.py [--models fixtures/models] [--tokens 1000000] [--rate 10] [--requests 7000] [--speed]
+    python tests/benchmarks/replay.py [--models fixtures/models] [--tokens 1000000] [--rate 10] [--requests 7000]
+    [--speed]
 
-Speed: requests with a million tokens through the scheduler, with the models of a folder, on one core; prompts and outputs are drawn
-evenly from 50 to 350 tokens. Prints seconds of the processor per deployment, and says where the limit of two seconds for a million
-tokens does not hold. Errors: generated runs of four step-time laws under a steady load, and under surges of 2 and 3 times in the
-held-out part; prints errors of the replay in percent, each with its standard error, and what of the bars does not hold. The standard
-error is of the run itself: of 20 blocks of its held-out time, drawn with replacement. Where 800 requests are held out (3,000 in all), that
-of TTFT P50 is 2 %. Folders of runs (--runs) are trained on and
-replayed in place of all that.
+Speed: requests with a million tokens through the scheduler, with the models of a folder, on one core; prompts and
+outputs are drawn evenly from 50 to 350 tokens. Prints seconds of the processor per deployment, and says where the limit
+of two seconds for a million tokens does not hold. Errors: generated runs of four step-time laws under a steady load,
+and under surges of 2 and 3 times in the held-out part; prints errors of the replay in percent, each with its standard
+error, and what of the bars does not hold. The standard error is of the run itself: of 20 blocks of its held-out time,
+drawn with replacement. Where 800 requests are held out (3,000 in all), that of TTFT P50 is 2 %. Folders of runs
+(--runs) are trained on and replayed in place of all that.
 """
 
 from __future__ import annotations
@@ -55,11 +56,10 @@ BLOCKS, DRAWS = 20, 200
 
 
 def of_runs(folders: list[Path], settings: list[str]) -> None:
-    """Train on each run, and print the errors of its replay in percent, and those with the speed of the held-out steps."""
+    """Train on each run, and print the errors of its replay in percent, and those with the speed of the held-out
+    steps."""
     print(" | ".join(("run", *(n.removesuffix("_us") for n in QUANTITIES), "requests", "simulation")))
-    server = tracefit.ServerOptions(
-        settings={k: json.loads(v) for k, v in (one.split("=", 1) for one in settings)}
-    )
+    server = tracefit.ServerOptions(settings={k: json.loads(v) for k, v in (one.split("=", 1) for one in settings)})
     for run in folders:
         with tempfile.TemporaryDirectory() as folder:
             tracefit.run([run], folder, server=server)
@@ -160,8 +160,7 @@ def errors(requests: int, seed: int) -> bool:
                 holds &= is_good
                 chance = compared.standard_errors()
                 numbers = (
-                    f"{wrong.get(n, np.nan):+.1f}{'!' if n in missed else ''} ({chance[n]:.1f})"
-                    for n in QUANTITIES
+                    f"{wrong.get(n, np.nan):+.1f}{'!' if n in missed else ''} ({chance[n]:.1f})" for n in QUANTITIES
                 )
                 cells = (f"{'ok  ' if is_good else 'MISS'} {options.name}", *numbers)
                 print(" | ".join((*cells, str(found["requests"]), answer)), flush=True)
@@ -178,9 +177,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--speed", action="store_true", help="no generated runs")
     parser.add_argument("--runs", type=Path, nargs="+", help="folders of runs")
-    parser.add_argument(
-        "--set", action="append", default=[], help="a setting of their servers, as of `tracefit run`"
-    )
+    parser.add_argument("--set", action="append", default=[], help="a setting of their servers, as of `tracefit run`")
     options = parser.parse_args()
     if options.runs:
         of_runs(options.runs, options.set)
@@ -203,7 +200,8 @@ def main() -> int:
         limit = MOST_S_PER_MILLION * tokens / 1e6
         slow |= took > limit
         print(
-            f"{'MISS' if took > limit else 'ok  '} {deployment_id}: {tokens:,} tokens in {took:.2f} s (at most {limit:.2f}), {steps:,} steps, {found.preemptions:,} preemptions"
+            f"{'MISS' if took > limit else 'ok  '} {deployment_id}: {tokens:,} tokens in {took:.2f} s (at most "
+            f"{limit:.2f}), {steps:,} steps, {found.preemptions:,} preemptions"
         )
     return int(slow | (not options.speed and not errors(options.requests, options.seed)))
 

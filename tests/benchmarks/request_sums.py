@@ -1,12 +1,14 @@
-"""Errors of two models of step times: one from an unmodified server's spans, which show only sums, and one from true steps.
+"""Errors of two models of step times: one from an unmodified server's spans, which show only sums, and one from true
+steps.
 
     python tests/benchmarks/request_sums.py [DATA] [--seeds 1] [--requests 500]
 
-Generated runs follow four laws, under load and with a surge of 2. Over the true steps of the last 30 %, the mean error of the model
-from spans is compared with that of the model from full traces of the same run (bound: 1.3 times as much plus a point). DATA is a
-folder of real runs with `scheduler_truth.jsonl.gz`. The median error over their true steps, and the times of eight reference
-batches, are compared with those of the same feature set, fitted by tracefit itself on the true steps of the first 70 % (bounds:
-1.15 times, 1.5 with prefix-cache hits; 12 %). Returns 1 if a bound does not hold.
+Generated runs follow four laws, under load and with a surge of 2. Over the true steps of the last 30 %, the mean error
+of the model from spans is compared with that of the model from full traces of the same run (bound: 1.3 times as much
+plus a point). DATA is a folder of real runs with `scheduler_truth.jsonl.gz`. The median error over their true steps,
+and the times of eight reference batches, are compared with those of the same feature set, fitted by tracefit itself on
+the true steps of the first 70 % (bounds: 1.15 times, 1.5 with prefix-cache hits; 12 %). Returns 1 if a bound does not
+hold.
 """
 
 from __future__ import annotations
@@ -76,14 +78,10 @@ def generated(law: str, surge: float, seed: int, requests: int, folder: Path) ->
     late = truth.filter(pl.col("start_ns") > began + TRAIN_SHARE * (ended - began))
     # Steps were traced all: the timeline of the full traces has their true batches.
     timeline = pl.read_parquet(folder / "instrumented-out/tables/timeline/**/*.parquet")
-    steps = timeline.filter(~pl.col("idle_after")).join(
-        late.select("step_id", true_us="cycle_us"), on="step_id"
-    )
+    steps = timeline.filter(~pl.col("idle_after")).join(late.select("step_id", true_us="cycle_us"), on="step_id")
     full, spans = (float(_errors(models[form], steps).mean()) for form in ("instrumented", "stock"))
     holds = spans <= FACTOR * full + POINTS
-    chosen = " | ".join(
-        models[form].model("beta.cycle_time").feature_set for form in ("instrumented", "stock")
-    )
+    chosen = " | ".join(models[form].model("beta.cycle_time").feature_set for form in ("instrumented", "stock"))
     print(
         f"{law} | {surge:g} | {seed} | {steps.height} | {full:.2f} | {spans:.2f} | {FACTOR * full + POINTS:.2f} | "
         f"{'yes' if holds else 'NO'} | {chosen}",
@@ -164,13 +162,12 @@ def real(data: Path, name: str, folder: Path) -> bool:
     ours, theirs = (float(_errors(models, late).median()) for models in (spans, true))
     off = []
     for batch, context, prefill in BATCHES:
-        us = [
-            m.predict_step(batch=batch, context=context, prefill=prefill).step.value_us for m in (spans, true)
-        ]
+        us = [m.predict_step(batch=batch, context=context, prefill=prefill).step.value_us for m in (spans, true)]
         off.append(100 * (us[0] / us[1] - 1))
     print(
-        f"{name}: {chosen}, {late.height} true steps: median error {ours:.2f} beside {theirs:.2f} % ({ours / theirs:.2f} times, at "
-        f"most {REAL[name]}); reference batches {min(off):+.1f} to {max(off):+.1f} % (at most {MOST_OFF_PCT:g})"
+        f"{name}: {chosen}, {late.height} true steps: median error {ours:.2f} beside {theirs:.2f} % "
+        f"({ours / theirs:.2f} times, at most {REAL[name]}); reference batches {min(off):+.1f} to {max(off):+.1f} % "
+        f"(at most {MOST_OFF_PCT:g})"
     )
     return ours <= REAL[name] * theirs and max(map(abs, off)) <= MOST_OFF_PCT
 

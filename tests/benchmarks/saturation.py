@@ -1,12 +1,14 @@
-"""Errors of plans near saturation: at 0.9 to 1.05 of what a generated server can carry, beside servers generated at these rates.
+"""Errors of plans near saturation: at 0.9 to 1.05 of what a generated server can carry, beside servers generated at
+these rates.
 
     python tests/benchmarks/saturation.py [--requests 10000] [--truth 12000] [--seeds 2]
 
-Three servers: one with room, one whose slots are full, and one whose KV cache is, so that it preempts. Each is recorded with rates from 0.3
-to 1.1 of its capacity, which is the rate at which it finishes requests that all come at once. The truth at a rate are three generated servers together, whose requests are of the same distribution: the first 15 % of them are
-left out. The plan is asked for their lengths (`--load`): near saturation the mean length of a sample of ten thousand is off by enough to
-double a queue. Throughput is that of output tokens. Up to 0.95 of the capacity TTFT P50 is asked within 15 %, throughput within 3 % at every rate;
-above the capacity the interval has to be open, with the reason.
+Three servers: one with room, one whose slots are full, and one whose KV cache is, so that it preempts. Each is recorded
+with rates from 0.3 to 1.1 of its capacity, which is the rate at which it finishes requests that all come at once. The
+truth at a rate are three generated servers together, whose requests are of the same distribution: the first 15 % of
+them are left out. The plan is asked for their lengths (`--load`): near saturation the mean length of a sample of ten
+thousand is off by enough to double a queue. Throughput is that of output tokens. Up to 0.95 of the capacity TTFT P50 is
+asked within 15 %, throughput within 3 % at every rate; above the capacity the interval has to be open, with the reason.
 """
 
 from __future__ import annotations
@@ -41,7 +43,8 @@ SERVERS = {
 
 @dataclass(frozen=True, slots=True)
 class Truth:
-    """The behaviour of a generated server at a rate: output tokens per second, TTFT P50 in ms, and the share of preempted requests."""
+    """The behaviour of a generated server at a rate: output tokens per second, TTFT P50 in ms, and the share of
+    preempted requests."""
 
     tokens_per_s: float
     ttft_p50_ms: float
@@ -81,9 +84,7 @@ def seeds_of(options: SynthOptions, requests: int) -> list[SynthOptions]:
 
 def main() -> int:
     """Measure every server at every share of its capacity; 1 where a line does not hold."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--truth", type=int, default=12_000)
     parser.add_argument("--seeds", type=int, default=2)
@@ -97,9 +98,7 @@ def main() -> int:
             most = float(np.mean([capacity(one) for one in seeds_of(base, given.truth)]))
             with tempfile.TemporaryDirectory() as scratch:
                 folder = Path(scratch)
-                recorded = replace(
-                    base, name="recorded", phases=SWEEP, requests=given.requests, rate_per_s=most
-                )
+                recorded = replace(base, name="recorded", phases=SWEEP, requests=given.requests, rate_per_s=most)
                 run = write_run(synth(recorded), folder / "runs")
                 tracefit.run([run], folder / "out", options=tracefit.TrainOptions(fast=True))
                 for share in SHARES:

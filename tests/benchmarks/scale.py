@@ -150,9 +150,7 @@ def write_both(folder: Path, size: int, runs: int) -> tuple[Path, Path, int]:
     return one, many, whole.size
 
 
-def _ingest(
-    folder: Path, tables: Path, engine: str, workers: int, *, on_one_core: bool = False
-) -> tuple[float, float]:
+def _ingest(folder: Path, tables: Path, engine: str, workers: int, *, on_one_core: bool = False) -> tuple[float, float]:
     """Return wall seconds and peak memory (MiB) of the command; its tables stay in a new folder below `tables`.
 
     ext4 makes files three times as slowly in the minutes after many were removed.
@@ -175,7 +173,8 @@ def measure_all(size: int, runs: int, rounds: int, folder: Path) -> dict[str, An
     for engine in engines:
         starts[engine] = statistics.median(_ingest(start, out, engine, 1)[0] for _ in range(rounds))
         for shape, path in (("one run", one), (f"{runs:,} runs", many)):
-            # One worker here has all cores for the tables of one run: what it takes with one alone shows what a core is worth.
+            # One worker here has all cores for the tables of one run: what it takes with one alone shows what a core is
+            # worth.
             pinned = engine == "local" and path == one and shutil.which("taskset") is not None
             for workers, on_one_core in ((1, True), (1, False), (2, False))[0 if pinned else 1 :]:
                 taken = [_ingest(path, out, engine, workers, on_one_core=on_one_core) for _ in range(rounds)]
@@ -210,8 +209,8 @@ class _Simulation:
     """The scheduler of `commands/scheduler.py`, on a clock of its own.
 
     The rules: the largest run first, builds before blocks, two jobs for each worker at most, runs smaller than a block
-    share jobs, runs that one worker would build longer than the others work are built by all at the end, a tenth of the time
-    for the manifest at most.
+    share jobs, runs that one worker would build longer than the others work are built by all at the end, a tenth of the
+    time for the manifest at most.
     """
 
     def __init__(self, constants: Constants, runs: list[float], workers: int, grain: float) -> None:
@@ -219,9 +218,7 @@ class _Simulation:
         self.blocks = [max(1, round(size / grain)) for size in self.order]
         self.left = list(self.blocks)
         self.free = [0.0] * workers
-        self.pending: list[
-            tuple[float, int]
-        ] = []  # when a job ends, and the run of its block; -1 for a build
+        self.pending: list[tuple[float, int]] = []  # when a job ends, and the run of its block; -1 for a build
         self.ready: list[float] = []
         self.shared: list[float] = []
         self.undecoded = sum(runs)
@@ -287,9 +284,7 @@ class _Simulation:
                 self.ready.append(self.order[run])
 
 
-def simulate(
-    constants: Constants, runs: list[float], workers: int, *, grain: float = BLOCK_BYTES
-) -> dict[str, float]:
+def simulate(constants: Constants, runs: list[float], workers: int, *, grain: float = BLOCK_BYTES) -> dict[str, float]:
     """Return seconds of wall time and of each resource, for runs of these bytes, read in blocks of `grain` bytes."""
     return _Simulation(constants, runs, workers, grain).run()
 
@@ -304,11 +299,7 @@ def first_to_end(found: dict[str, float], workers: int) -> str:
     }
     name = max(shares, key=shares.__getitem__)
     share = shares[name] / found["wall_s"]
-    return (
-        f"{name} ({100 * min(share, 1):.0f} %)"
-        if share > 0.5
-        else f"the largest run ({name} {100 * share:.0f} %)"
-    )
+    return f"{name} ({100 * min(share, 1):.0f} %)" if share > 0.5 else f"the largest run ({name} {100 * share:.0f} %)"
 
 
 def _hours(seconds: float) -> str:
@@ -341,7 +332,8 @@ def print_report(data: dict[str, Any]) -> None:
         gain = net[r["engine"], r["shape"], 1] / own
         workers = f"{r['workers']}, on one core" if r["on_one_core"] else r["workers"]
         print(
-            f"| {r['engine']} | {r['shape']} | {workers} | {r['wall_s']:.1f} | {own:.1f} | {size / MB / own:.0f} | {gain:.2f} | {r['peak_mib']:.0f} |"
+            f"| {r['engine']} | {r['shape']} | {workers} | {r['wall_s']:.1f} | {own:.1f} | {size / MB / own:.0f} | "
+            f"{gain:.2f} | {r['peak_mib']:.0f} |"
         )
     print("\nStart: " + ", ".join(f"{e} {s:.1f} s" for e, s in data["starts"].items()) + ".\n")
     print("| constant | value |\n|---|---:|")
@@ -350,7 +342,8 @@ def print_report(data: dict[str, Any]) -> None:
         print(f"| {kind} | {1 / rate / MB:,.0f} MB/s of a core, and {1e3 * own:.0f} ms for a run |")
     print(f"| manifest | {1e6 * c.manifest_run:.0f} us for each run in it |")
     print(
-        "\n## The simulation against what was measured\n\n| input | workers | measured s | simulated s |\n|---|---:|---:|---:|"
+        "\n## The simulation against what was measured\n\n| input | workers | measured s | simulated s "
+        "|\n|---|---:|---:|---:|"
     )
     for shape, runs in (
         ("one run", [float(size)]),
@@ -359,25 +352,23 @@ def print_report(data: dict[str, Any]) -> None:
         for workers in (1, 2):
             if ("local", shape, workers) in net:
                 print(
-                    f"| {shape} | {workers} | {net['local', shape, workers]:.1f} | {simulate(c, runs, workers)['wall_s']:.1f} |"
+                    f"| {shape} | {workers} | {net['local', shape, workers]:.1f} | "
+                    f"{simulate(c, runs, workers)['wall_s']:.1f} |"
                 )
-    print(
-        "\n## Simulated\n\n| input | workers | time | core hours | USD | ends first |\n|---|---:|---:|---:|---:|---|"
-    )
+    print("\n## Simulated\n\n| input | workers | time | core hours | USD | ends first |\n|---|---:|---:|---:|---:|---|")
     for name, runs in FLEETS.items():
         for workers in (2, 16, 64, 256):
             found = simulate(c, runs, workers, grain=max(BLOCK_BYTES, sum(runs) / 400_000))
             cores = (found["wall_s"] * (workers + 1)) / 3600
             print(
-                f"| {name} | {workers} | {_hours(found['wall_s'])} | {cores:,.0f} | {cores * PRICE_PER_CORE_HOUR:,.2f} | {first_to_end(found, workers)} |"
+                f"| {name} | {workers} | {_hours(found['wall_s'])} | {cores:,.0f} | "
+                f"{cores * PRICE_PER_CORE_HOUR:,.2f} | {first_to_end(found, workers)} |"
             )
 
 
 def main() -> None:
     """Measure, or read what was measured, and print it."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", default="2GB", help="bytes, such as 2GB or 200MB")
     parser.add_argument("--runs", type=int, default=2000, help="runs that the bytes are cut into")
     parser.add_argument("--rounds", type=int, default=1)

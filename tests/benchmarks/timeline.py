@@ -46,9 +46,7 @@ def journeys(rng: np.random.Generator, starts: np.ndarray, requests: int) -> pl.
     finished = np.where(preempted, resumed, first) + outputs - 1 - np.where(preempted, outputs // 2, 0)
     done = {"QUEUED": 0, "SCHEDULED": 0, "FIRST_TOKEN": 1, "FINISHED": outputs}
 
-    def events(
-        name: str, step: np.ndarray, offset_us: float, rows: np.ndarray, **facts: object
-    ) -> pl.DataFrame:
+    def events(name: str, step: np.ndarray, offset_us: float, rows: np.ndarray, **facts: object) -> pl.DataFrame:
         at = starts[np.minimum(step, steps - 1)] + int(offset_us * 1000)
         number = np.arange(requests)
         drawn = {
@@ -114,24 +112,18 @@ def main() -> None:
     limits = EngineLimits(max_num_batched_tokens=BUDGET, max_num_seqs=256, num_blocks=50_000)
     times: dict[str, float] = {}
     with stage("timeline", times):
-        timeline = build_timeline(
-            steps, schema.REQUEST_SNAPSHOTS.empty(), events, limits, journeys_complete=True
-        )
+        timeline = build_timeline(steps, schema.REQUEST_SNAPSHOTS.empty(), events, limits, journeys_complete=True)
     with stage("lags", times):
         lags = {(run, server): lag for run, server, lag in execution_lags(timeline, events).iter_rows()}
     with stage("queue state", times):
         queue = queue_state(events, timeline, limits)
     with stage("training rows", times):
         rows = beta_rows(timeline, BUILT_IN["batch"], constants, lags, "clock")
-    print(
-        f"{timeline.height:,} steps, {queue.height:,} requests, {events.height:,} events, {rows.height:,} rows"
-    )
+    print(f"{timeline.height:,} steps, {queue.height:,} requests, {events.height:,} events, {rows.height:,} rows")
     for name, seconds in times.items():
         print(f"  {name:14s} {seconds:6.2f} s")
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    print(
-        f"  {'all':14s} {sum(times.values()):6.2f} s   peak {peak / 2**20:.2f} GiB ({before / 2**20:.2f} before)"
-    )
+    print(f"  {'all':14s} {sum(times.values()):6.2f} s   peak {peak / 2**20:.2f} GiB ({before / 2**20:.2f} before)")
 
 
 if __name__ == "__main__":

@@ -2,11 +2,12 @@
 
     SERVER_PYTHON=ENVIRONMENT/bin/python PYTHONPATH=tests python -m benchmarks.tracing_cost [--rounds 2] [--requests 96]
 
-A quarter of an hour on a machine where nothing else runs (`make bench-tracing`). A server of a small model with random weights is started for
-each way: without traces; with a span a request, as `--otlp-traces-endpoint` gives it; with the iteration log besides; and with the plugin, which records
-every step and every event of a request. Clients keep 1, 8 or 32 requests in flight. The receiver runs on the same machine. Each way has its turn in
-every round, in another order. Prints tokens per second, the loss against no traces with the spread between rounds, and the time that it
-takes per step and per request.
+A quarter of an hour on a machine where nothing else runs (`make bench-tracing`). A server of a small model with random
+weights is started for each way: without traces; with a span a request, as `--otlp-traces-endpoint` gives it; with the
+iteration log besides; and with the plugin, which records every step and every event of a request. Clients keep 1, 8 or
+32 requests in flight. The receiver runs on the same machine. Each way has its turn in every round, in another order.
+Prints tokens per second, the loss against no traces with the spread between rounds, and the time that it takes per step
+and per request.
 """
 
 from __future__ import annotations
@@ -94,9 +95,7 @@ def throughputs(way: str, folder: Path, plugin: Path, requests: int) -> Iterator
 
 def main() -> None:
     """Measure every way in turn, and print."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--requests", type=int, default=96)
     asked = parser.parse_args()
@@ -108,9 +107,7 @@ def main() -> None:
                 folder = Path(scratch) / f"{number}-{WAYS.index(way)}"
                 for load, tokens_per_s in throughputs(way, folder, plugin, asked.requests):
                     found[way, load].append(tokens_per_s)
-                    print(
-                        f"round {number + 1}, {way}, {load}: {tokens_per_s:.1f}", file=sys.stderr, flush=True
-                    )
+                    print(f"round {number + 1}, {way}, {load}: {tokens_per_s:.1f}", file=sys.stderr, flush=True)
     print("| way | in flight | tokens/s | loss % | between rounds % | us per step | us per request |")
     print("| --- | ---: | ---: | ---: | ---: | ---: | ---: |")
     for way in WAYS:

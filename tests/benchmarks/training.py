@@ -1,10 +1,12 @@
 """Cost of training, references and intervals included, on tables of the size of a long day.
 
     python tests/benchmarks/training.py [--steps 1000000] [--requests 100000] [--fast]
-    python tests/benchmarks/training.py --runs 10000                                     # many small runs of one deployment
+    python tests/benchmarks/training.py --runs 10000                                     # many small runs of one
+    deployment
 
-Tables are drawn directly: every step is traced, its time follows from its batch. Many runs are copies of one of sixty requests,
-ten minutes apart. Prints seconds, CPU seconds and the peak memory of `tracefit train`, which runs in a process of its own.
+Tables are drawn directly: every step is traced, its time follows from its batch. Many runs are copies of one of sixty
+requests, ten minutes apart. Prints seconds, CPU seconds and the peak memory of `tracefit train`, which runs in a
+process of its own.
 """
 
 from __future__ import annotations
@@ -54,9 +56,7 @@ def step_frame(rng: np.random.Generator, steps: int) -> pl.DataFrame:
         "kv_usage_ratio": 1 - free / 50_000,
     }
     facts = {"num_finished": 0, "num_preempted": 0, **ENGINE}
-    return schema.STEPS.conform(
-        pl.DataFrame(columns).with_columns(**{k: pl.lit(v) for k, v in facts.items()})
-    )
+    return schema.STEPS.conform(pl.DataFrame(columns).with_columns(**{k: pl.lit(v) for k, v in facts.items()}))
 
 
 def request_frame(rng: np.random.Generator, events: pl.DataFrame) -> pl.DataFrame:
@@ -150,9 +150,7 @@ def measure(tables: Path, out: Path, *, fast: bool) -> None:
     peak, of_worker = (
         resource.getrusage(who).ru_maxrss / 2**20 for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
     )
-    print(
-        f"training {wall:.1f} s, CPU {cpu:.1f} s, peak {peak:.2f} GiB, of a worker at most {of_worker:.2f} GiB"
-    )
+    print(f"training {wall:.1f} s, CPU {cpu:.1f} s, peak {peak:.2f} GiB, of a worker at most {of_worker:.2f} GiB")
 
 
 def main() -> None:

@@ -3,11 +3,12 @@
     python tests/benchmarks/transfer.py DATA [--more FOLDER]
     python tests/benchmarks/transfer.py --generated
 
-DATA is a folder with `fpm-b300/`, runs recorded as ForwardPassMetrics, and a step-traced run of an H100 (see `gpu.py`); FOLDER has further
-runs of the same kind, one folder each, which are only predicted. Prints mean absolute errors of step times in percent: of each kind of
-transfer without any step of the server, and after 20 and 100 well-spread ones; and median errors of the law in the package on the steps
-without prompts, some of them used for it (`make law`). `--generated` does so on servers of the generator: four
-laws, three models, three GPUs and three sizes of tensor parallelism.
+DATA is a folder with `fpm-b300/`, runs recorded as ForwardPassMetrics, and a step-traced run of an H100 (see `gpu.py`);
+FOLDER has further runs of the same kind, one folder each, which are only predicted. Prints mean absolute errors of step
+times in percent: of each kind of transfer without any step of the server, and after 20 and 100 well-spread ones; and
+median errors of the law in the package on the steps without prompts, some of them used for it (`make law`).
+`--generated` does so on servers of the generator: four laws, three models, three GPUs and three sizes of tensor
+parallelism.
 """
 
 from __future__ import annotations
@@ -152,9 +153,7 @@ def recorded(data: Path, more: Path | None, folder: Path) -> Iterator[Case]:
 
     sources = list(traced.values())
     for model in ("qwen3-32b", "qwen3.6", "deepseek"):
-        unseen = {n: one for n, one in of(model, every).items() if one.deployment_id not in known} or of(
-            model, traced
-        )
+        unseen = {n: one for n, one in of(model, every).items() if one.deployment_id not in known} or of(model, traced)
         if unseen:
             own = [*of(model, traced).values()]
             yield Case(
@@ -164,9 +163,7 @@ def recorded(data: Path, more: Path | None, folder: Path) -> Iterator[Case]:
             )
     h100 = [*of("h100", traced).values()]
     yield Case("unseen GPU, H100 to Qwen3-32B", of("qwen3-32b", every), lambda _: h100)
-    yield Case(
-        "unseen GPU, B300 to H100", of("h100", traced), lambda _: [s for s in sources if s not in h100]
-    )
+    yield Case("unseen GPU, B300 to H100", of("h100", traced), lambda _: [s for s in sources if s not in h100])
     for model in ("qwen3.6", "qwen3-32b"):
         rest = [one for one in sources if model not in one.deployment_id]
         yield Case(f"unseen model, {model} from the others", of(model, every), lambda _, rest=rest: rest)
@@ -175,7 +172,8 @@ def recorded(data: Path, more: Path | None, folder: Path) -> Iterator[Case]:
         actual, predicted = target_of(one.rows), law.predict(one.rows)
         off = (predicted / actual - 1)[~prompts_of(one.rows)]
         print(
-            f"| law in the package, decode steps | {name} | {100 * np.median(np.abs(off)):.1f} | {100 * np.median(off):+.1f} |"
+            f"| law in the package, decode steps | {name} | {100 * np.median(np.abs(off)):.1f} | "
+            f"{100 * np.median(off):+.1f} |"
         )
 
 
@@ -220,19 +218,13 @@ def generated(folder: Path) -> Iterator[Case]:
 
 def main() -> None:
     """Run the benchmark."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("data", type=Path, nargs="?")
     parser.add_argument("--more", type=Path)
     parser.add_argument("--generated", action="store_true")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        cases = (
-            generated(Path(folder))
-            if options.generated
-            else recorded(options.data, options.more, Path(folder))
-        )
+        cases = generated(Path(folder)) if options.generated else recorded(options.data, options.more, Path(folder))
         head = ("case", "server", "kind", "sources", "law %", "prompts %", "nearest %", "roofline %")
         head = (*head, *(f"after {n} steps %" for n in CALIBRATED), "covered %", "CPU s")
         print(f"| {' | '.join(head)} |\n|{' --- |' * len(head)}")

@@ -2,8 +2,8 @@
 
     python tests/benchmarks/unmodified.py [--requests 250000 1000000]
 
-A generated run is repeated, an idle second between, with trace ids of its own each time. Prints seconds and peak memory of
-`tracefit run` for each length: memory is bounded, and time grows with the requests.
+A generated run is repeated, an idle second between, with trace ids of its own each time. Prints seconds and peak memory
+of `tracefit run` for each length: memory is bounded, and time grows with the requests.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ def write(requests: pl.DataFrame, count: int, folder: Path) -> int:
     ends = requests.select((pl.col("arrival_ns") + pl.col("e2e_us") * 1e3).max()).item()
     period_ns = int(ends - requests["arrival_ns"].min()) + 1_000_000_000
     resource = '{"attributes":[{"key":"service.name","value":{"stringValue":"vllm"}}]}'
-    head = f'{{"resourceSpans":[{{"resource":{resource},"scopeSpans":[{{"scope":{{"name":"vllm.tracing.otel"}},"spans":['
+    head = (
+        f'{{"resourceSpans":[{{"resource":{resource},"scopeSpans":[{{"scope":{{"name":"vllm.tracing.otel"}},"spans":['
+    )
     path = folder / "traces.jsonl"
     with path.open("w") as file:
         for number in range(count):
@@ -44,9 +46,7 @@ def write(requests: pl.DataFrame, count: int, folder: Path) -> int:
             end = was + -int(-e2e_us * 1e3 // 1)
             begin = was + turn * period_ns
             text = lines[place].replace(trace_id, os.urandom(16).hex(), 1)
-            text = text.replace(f'"{was}"', f'"{begin}"', 1).replace(
-                f'"{end}"', f'"{end + turn * period_ns}"', 1
-            )
+            text = text.replace(f'"{was}"', f'"{begin}"', 1).replace(f'"{end}"', f'"{end + turn * period_ns}"', 1)
             file.write(f"{head}{text}]}}]}}]}}\n")
     return path.stat().st_size
 
@@ -74,7 +74,10 @@ def main() -> int:
             worst = max(worst, done.peak_mib)
             each = 1e6 * done.cpu_s / count
             print(
-                f"{count:>9,} spans, {size / 2**20:5.0f} MiB: {done.wall_s:5.0f} s ({each:.0f} us of CPU a span), {done.peak_mib:5.0f} MiB",
+                (
+                    f"{count:>9,} spans, {size / 2**20:5.0f} MiB: {done.wall_s:5.0f} s ({each:.0f} us of CPU a span), "
+                    f"{done.peak_mib:5.0f} MiB"
+                ),
                 flush=True,
             )
     return int(worst > MOST_MIB)

@@ -1,13 +1,16 @@
-"""How well servers are predicted that nobody here has run: public H100 servers with only the load and the clients' times.
+"""How well servers are predicted that nobody here has run: public H100 servers with only the load and the clients'
+times.
 
     python tests/benchmarks/unseen.py DATA FOLDER
 
-DATA is a folder with a step-traced run of CodeLlama-34B on two H100 (see `gpu.py`). FOLDER has the files of `replay_data/` of pull request 1
-of inference-sim/training: requests as sent, and TTFT and E2E as clients measured them, of Llama-2-7B, Llama-2-70B, CodeLlama-34B and
-Mixtral-8x7B with four workloads each; the traced run is one of these sixteen. Each server's requests are replayed with the model that
-`tracefit transfer` writes for it: from the traced run, and of the law in the package, both without any data of the server and drawn to the requests
-of its first two minutes (`--calibrate`). Prints the errors in percent of the means over all later requests, the interval of 90 % that a plan
-has from the model, and whether the measured means are in it. The median and the mean of the errors are printed for groups of servers.
+DATA is a folder with a step-traced run of CodeLlama-34B on two H100 (see `gpu.py`). FOLDER has the files of
+`replay_data/` of pull request 1 of inference-sim/training: requests as sent, and TTFT and E2E as clients measured them,
+of Llama-2-7B, Llama-2-70B, CodeLlama-34B and Mixtral-8x7B with four workloads each; the traced run is one of these
+sixteen. Each server's requests are replayed with the model that `tracefit transfer` writes for it: from the traced run,
+and of the law in the package, both without any data of the server and drawn to the requests of its first two minutes
+(`--calibrate`). Prints the errors in percent of the means over all later requests, the interval of 90 % that a plan has
+from the model, and whether the measured means are in it. The median and the mean of the errors are printed for groups
+of servers.
 """
 
 from __future__ import annotations
@@ -45,7 +48,8 @@ FIRST_S = 120.0
 GIVES_UP_S = 300.0
 """When a request fails: the clients' limit."""
 ASKED = {"general": 248, "codegen": 247, "roleplay": 251, "reasoning": 1_448}
-"""Output tokens that each request of a workload asks for, without an end before (`ignore_eos`), by the profiles beside the data."""
+"""Output tokens that each request of a workload asks for, without an end before (`ignore_eos`), by the profiles beside
+the data."""
 CONFIGS = {
     "llama-2-7b": (4096, 11008, 32, 32, 32),
     "llama-2-70b": (8192, 28672, 80, 64, 8),
@@ -138,8 +142,8 @@ class Server:
     def write_first(self, folder: Path) -> Path:
         """Write the requests of the first two minutes as the data has them, each with the output that it asks for.
 
-        The clients count tokens in the text, where those without text are missing: in Llama-2-7B requests with 11 tokens took as long as
-        others with 247.
+        The clients count tokens in the text, where those without text are missing: in Llama-2-7B requests with 11
+        tokens took as long as others with 247.
         """
         kept = {one["index"] for one in self.sent["requests"] if one["arrival_time_us"] < 1e6 * FIRST_S}
         folder.mkdir(parents=True, exist_ok=True)
@@ -201,7 +205,8 @@ class RecordedSteps:
 
 
 def replayed(server: Server, model: DeploymentModels) -> tuple[dict[str, Vector], tuple[float, float]]:
-    """Replay the requests of a server; return their latencies in us, shape (n,), and the interval of the factor on the mean step time.
+    """Replay the requests of a server; return their latencies in us, shape (n,), and the interval of the factor on the
+    mean step time.
 
     The prompts of a workload repeat: each is in the prefix cache up to its last full block, except the first time.
     """
@@ -252,7 +257,8 @@ class Row:
 
 
 def compared(server: Server, folder: Path, *, is_calibrated: bool) -> Row:
-    """Replay a server with the models of a folder, and compare the means over the requests after the first two minutes."""
+    """Replay a server with the models of a folder, and compare the means over the requests after the first two
+    minutes."""
     models = load(find_models(folder))
     model = models.deployment(*models.deployment_ids)
     found, interval = replayed(server, model)
@@ -265,8 +271,7 @@ def compared(server: Server, folder: Path, *, is_calibrated: bool) -> Row:
         front_us = max(float(np.nanmedian((truth["ttft"] - found["ttft"])[~later])), 0.0)
     found |= {name: found[name] + front_us for name in ("ttft", "e2e")}
     errors = {
-        name: float(100 * (np.nanmean(found[name][later]) / np.nanmean(truth[name][later]) - 1))
-        for name in LATENCIES
+        name: float(100 * (np.nanmean(found[name][later]) / np.nanmean(truth[name][later]) - 1)) for name in LATENCIES
     }
     if transfer is not None and not transfer.has_prompts:
         errors["ttft"] = math.nan  # A plan refuses it.
@@ -300,9 +305,7 @@ def summary(title: str, rows: Sequence[Row]) -> None:
 
 def main() -> None:
     """Run the benchmark."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("data", type=Path)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--only", default="", help="servers whose names have this text")

@@ -1,4 +1,5 @@
-"""The report in a real browser: nothing fails, nothing is fetched, figures answer a mouse, nothing overlaps or is cut off."""
+"""The report in a real browser: nothing fails, nothing is fetched, figures answer a mouse, nothing overlaps or is cut
+off."""
 
 from __future__ import annotations
 
@@ -107,7 +108,9 @@ def test_hovered_step_shows_its_prediction(browser, trained):
     browser.open(trained / "report.html", width=1280)
     browser.ask(f"{FIRST}.scrollIntoView({{block: 'center'}})")
     browser.until(f"!!{FIRST}.querySelector('.points path')")
-    place = f"(r => [r.x + r.width / 2, r.y + r.height / 2])({FIRST}.querySelector('.points path').getBoundingClientRect())"
+    place = (
+        f"(r => [r.x + r.width / 2, r.y + r.height / 2])({FIRST}.querySelector('.points path').getBoundingClientRect())"
+    )
     x, y = browser.ask(place)
     for shift in (0, 0.5):
         browser.call("Input.dispatchMouseEvent", type="mouseMoved", x=x + shift, y=y)
@@ -133,7 +136,10 @@ def test_dragging_zooms_and_the_legend_hides_a_line(browser, trained):
     browser.until(f"{FIRST}.layout.xaxis.range[0] > {before[0]}")
     low, high = browser.ask(f"{FIRST}.layout.xaxis.range")
     assert (high - low) / (before[1] - before[0]) == pytest.approx(0.3, abs=0.02)
-    toggle = f"(r => [r.x + r.width / 2, r.y + r.height / 2])({FIRST}.querySelectorAll('.legendtoggle')[1].getBoundingClientRect())"
+    toggle = (
+        "(r => [r.x + r.width / 2, r.y + r.height / "
+        f"2])({FIRST}.querySelectorAll('.legendtoggle')[1].getBoundingClientRect())"
+    )
     x, y = browser.ask(toggle)
     browser.call("Input.dispatchMouseEvent", type="mousePressed", x=x, y=y, **press)
     browser.call("Input.dispatchMouseEvent", type="mouseReleased", x=x, y=y, **press)
@@ -157,11 +163,12 @@ def test_on_paper_nothing_is_cut_off_and_what_is_folded_is_open(browser, trained
     browser.until(f"{DRAWN} === {PLOTS}")
     assert browser.ask(CUT_OFF) == []
     assert browser.ask(TEXT_OUTSIDE) == []
-    wider = "[...document.querySelectorAll('.scroll')].filter(e => e.checkVisibility() && e.scrollWidth > e.clientWidth + 1).length"
-    assert browser.ask(wider) == 0
-    heights = (
-        "[...document.querySelectorAll('details.folded .scroll')].map(e => e.getBoundingClientRect().height)"
+    wider = (
+        "[...document.querySelectorAll('.scroll')].filter(e => e.checkVisibility() && e.scrollWidth > "
+        "e.clientWidth + 1).length"
     )
+    assert browser.ask(wider) == 0
+    heights = "[...document.querySelectorAll('details.folded .scroll')].map(e => e.getBoundingClientRect().height)"
     assert min(browser.ask(heights)) > 20
     assert browser.ask("document.querySelector('nav').checkVisibility()") is False
     assert browser.ask("document.querySelector('.numbers').checkVisibility()") is False
@@ -214,9 +221,7 @@ def test_a_rate_and_an_objective_move_over_the_curves(browser, trained):
         assert numbers == pytest.approx([p50, p90, p99], rel=0.006)
     _set(browser, "document.forms[0].elements.percentile", "E2E P50")
     _set(browser, LIMIT, high.latency("e2e_p50_ms").value)
-    rate = float(
-        re.search(r"up to ([\d.,]+) requests/s", browser.ask(SAID.format("largest")))[1].replace(",", "")
-    )
+    rate = float(re.search(r"up to ([\d.,]+) requests/s", browser.ask(SAID.format("largest")))[1].replace(",", ""))
     assert rate == pytest.approx(high.rate_per_s, rel=0.006)
     _set(browser, LIMIT, 0.001)
     assert browser.ask(SAID.format("largest")).endswith("at none of these rates")

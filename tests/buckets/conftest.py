@@ -1,8 +1,9 @@
 """An S3 server in this process, as much of one as tables in a bucket need; it is in trouble on request.
 
 Objects, ranges, lists of version 2 in pages, deletes of many, multipart uploads, and the conditions of PutObject
-(`If-None-Match: *`, `If-Match`; 412 where they do not hold), as Amazon documents them. Signatures are not checked. Google's
-XML protocol is the same except for the condition, a number of the object's state (`x-goog-if-generation-match`).
+(`If-None-Match: *`, `If-Match`; 412 where they do not hold), as Amazon documents them. Signatures are not checked.
+Google's XML protocol is the same except for the condition, a number of the object's state
+(`x-goog-if-generation-match`).
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ PAGE = 100
 class Bucket:
     """The objects of `s3://fleet`, what was asked of it, and what goes wrong.
 
-    `google` is `gs://fleet`, the same objects. `trouble` takes the method and the key of a request and returns what goes wrong:
-    `503` and `403` are answers; the connection ends amid the body (`torn`), before the work (`reset`), after it (`lost`) or amid
-    the answer (`cut`). None means that nothing goes wrong.
+    `google` is `gs://fleet`, the same objects. `trouble` takes the method and the key of a request and returns what
+    goes wrong: `503` and `403` are answers; the connection ends amid the body (`torn`), before the work (`reset`),
+    after it (`lost`) or amid the answer (`cut`). None means that nothing goes wrong.
     """
 
     url: str = f"s3://{NAME}"
@@ -252,9 +253,7 @@ def bucket(serve, monkeypatch, tmp_path_factory):
     bucket, endpoint = serve()
     google = {"gcs_base_url": endpoint, "disable_oauth": True}
     account = tmp_path_factory.mktemp("google") / "account.json"
-    account.write_text(
-        json.dumps(google | dict.fromkeys(("client_email", "private_key", "private_key_id"), ""))
-    )
+    account.write_text(json.dumps(google | dict.fromkeys(("client_email", "private_key", "private_key_id"), "")))
     values = {
         "GOOGLE_SERVICE_ACCOUNT": str(account),
         "AWS_ENDPOINT_URL": endpoint,

@@ -19,9 +19,7 @@ def same(bucket, trained, tracefit):
     def compare(*arguments):
         local = tracefit(*(str(a).replace(OUT, str(trained)) for a in arguments))
         remote = tracefit(*arguments)
-        assert [part.replace(OUT, str(trained)) if isinstance(part, str) else part for part in remote] == [
-            *local
-        ]
+        assert [part.replace(OUT, str(trained)) if isinstance(part, str) else part for part in remote] == [*local]
         return remote
 
     return compare

@@ -48,9 +48,7 @@ def test_one_name_at_two_endpoints_is_two_runs(sites, ingested, path, run_id):
     assert ingested(first, RUN + path) == ([run_id], [run_id], ())
     read, stored, warnings = ingested(second, RUN + path)
     assert (read, stored) == ([f"{run_id}-2"], [run_id, f"{run_id}-2"])
-    assert warnings == (
-        f"{run_id}: another run of that name is in the tables already; this one is {run_id}-2",
-    )
+    assert warnings == (f"{run_id}: another run of that name is in the tables already; this one is {run_id}-2",)
     for bucket, endpoint, known in ((here, first, run_id), (there, second, f"{run_id}-2")):
         before = objects_read(bucket)
         assert ingested(f"{endpoint.upper().replace('HTTP', 'http')}/", RUN + path)[:2] == ([known], stored)

@@ -1,4 +1,5 @@
-"""Whatever happens to a bucket or on the way to it, the tables are those of a quiet day, or one line and nothing half there."""
+"""Whatever happens to a bucket or on the way to it, the tables are those of a quiet day, or one line and nothing half
+there."""
 
 from __future__ import annotations
 
@@ -73,9 +74,7 @@ def test_parts_larger_than_one_request_are_whole_too(bucket, tmp_path):
 def test_an_answer_that_is_lost_is_no_other_writer(bucket, run):
     """The manifest is replaced, and the connection ends before the answer."""
     lost = iter(["lost"])
-    bucket.trouble = lambda method, key: (
-        next(lost, None) if (method, key) == ("PUT", "tables/manifest.json") else None
-    )
+    bucket.trouble = lambda method, key: next(lost, None) if (method, key) == ("PUT", "tables/manifest.json") else None
     ingest([run], TABLES)
     assert bucket.parts("tables") == bucket.named("tables")
 

@@ -31,9 +31,7 @@ def small(tmp_path, new_traces):
     """Return a function that makes a run of one request."""
 
     def make(number, name=None):
-        return (
-            new_traces().request(number, 0, step=1).write(tmp_path / f"{number}" / (name or f"run{number}"))
-        )
+        return new_traces().request(number, 0, step=1).write(tmp_path / f"{number}" / (name or f"run{number}"))
 
     return make
 
@@ -127,9 +125,7 @@ def test_what_no_manifest_names_goes_after_a_day(bucket, small):
     left = "a/tables/.stage/0123456789abcdef0123456789abcdef/spans.arrow"
     part = "a/tables/steps/run_id=run1/part-0123456789abcdef.parquet"
     foreign = "a/tables/steps/notes.txt"
-    bucket.objects |= dict.fromkeys(
-        (left, part, foreign), (b"x", bucket.objects["a/tables/manifest.json"][1])
-    )
+    bucket.objects |= dict.fromkeys((left, part, foreign), (b"x", bucket.objects["a/tables/manifest.json"][1]))
     bucket.age(hours=23)
     ingest([small(2)], TABLES)
     assert {left, part, foreign} <= set(bucket.objects)
@@ -171,9 +167,7 @@ def test_two_writers_of_one_run_are_one_and_one_line(bucket, small, monkeypatch)
         return commit(store, changes)
 
     monkeypatch.setattr(TableStore, "commit", late)
-    with pytest.raises(
-        UsageError, match=f"^{TABLES}: run run-2 was changed by another process meanwhile"
-    ) as caught:
+    with pytest.raises(UsageError, match=f"^{TABLES}: run run-2 was changed by another process meanwhile") as caught:
         ingest([mine], TABLES)
     assert caught.value.exit_code == 2
     rows = TableStore(TABLES).read("requests")
@@ -184,9 +178,7 @@ def test_two_writers_of_one_run_are_one_and_one_line(bucket, small, monkeypatch)
 @pytest.mark.parametrize("scheme", ["s3", "gs"])
 def test_many_writers_lose_nothing(bucket, scheme):
     store = TableStore(f"{scheme}://fleet/tables")
-    threads = [
-        threading.Thread(target=store.commit, args=({f"run{n}": (None, IngestedRun())},)) for n in range(12)
-    ]
+    threads = [threading.Thread(target=store.commit, args=({f"run{n}": (None, IngestedRun())},)) for n in range(12)]
     for thread in threads:
         thread.start()
     for thread in threads:

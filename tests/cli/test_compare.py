@@ -16,9 +16,7 @@ from tracefit.synth import SynthOptions, synth, write_run
 from tracefit.synth.laws import AdmissionLaw, LinearLaw
 
 
-def _file(
-    path, *, intercept=1000.0, slope=10.0, training_range=(0, 100), deployment="a.gpu.tp1.00000000", reach=5.0
-):
+def _file(path, *, intercept=1000.0, slope=10.0, training_range=(0, 100), deployment="a.gpu.tp1.00000000", reach=5.0):
     term = {
         "feature": "prefill_tokens",
         "unit": "us/token",
@@ -41,9 +39,7 @@ def _file(
 @pytest.fixture
 def two(tmp_path):
     """A line and one that is 20 us lower at no token, and 2 us per token steeper; both saw 20 to 100 tokens."""
-    return _file(tmp_path / "a.json"), _file(
-        tmp_path / "b.json", intercept=980.0, slope=12.0, training_range=(20, 200)
-    )
+    return _file(tmp_path / "a.json"), _file(tmp_path / "b.json", intercept=980.0, slope=12.0, training_range=(20, 200))
 
 
 def test_coefficients_side_by_side(tracefit, two):
@@ -188,7 +184,8 @@ def test_rows_outside_the_training_range_say_nothing_of_the_file(tracefit, train
 
 @pytest.mark.slow
 def test_a_server_whose_speed_wanders_cannot_tell(tracefit, trained, tmp_path, new_traces):
-    """Every other quarter of a second takes twice as long: half of the steps are 50 % off, and the next run's may not be."""
+    """Every other quarter of a second takes twice as long: half of the steps are 50 % off, and the next run's may not
+    be."""
 
     def wander(time):
         # The events of a trace are stamped in nanoseconds, and in seconds.
@@ -209,7 +206,8 @@ def test_a_server_whose_speed_wanders_cannot_tell(tracefit, trained, tmp_path, n
 
 @pytest.fixture
 def sampled_later(tmp_path):
-    """Return models of a run that traced everything, and tables of one that traced a tenth of the steps and half of the requests."""
+    """Return models of a run that traced everything, and tables of one that traced a tenth of the steps and half of the
+    requests."""
     options = SynthOptions(name="full", seed=1, requests=200)
     run([write_run(synth(options), tmp_path)], tmp_path / "out", options=TrainOptions(fast=True))
     later = replace(options, name="sampled", seed=2, requests=400, step_sampling=0.1, journey_sampling=0.5)
@@ -219,7 +217,8 @@ def sampled_later(tmp_path):
 
 @pytest.mark.slow
 def test_another_sampling_is_no_drift(tracefit, sampled_later):
-    """One law made both. The steps that requests met are not known in the later run, so that admissions are 100 % off."""
+    """One law made both. The steps that requests met are not known in the later run, so that admissions are 100 %
+    off."""
     code, out, _ = tracefit("compare", *sampled_later, "--json")
     result = json.loads(out)
     assert (code, result["verdict"]) == (1, "unknown")
@@ -256,7 +255,8 @@ def served(once):
 
 @pytest.fixture
 def compared(tracefit, served, tmp_path):
-    """Return a function that compares models with a later run at 9 requests per second, whose configuration states 64 slots."""
+    """Return a function that compares models with a later run at 9 requests per second, whose configuration states 64
+    slots."""
 
     def compare(models=None, **changes):
         options = SynthOptions(name="later", seed=2, requests=250, rate_per_s=9.0)
@@ -284,14 +284,10 @@ def test_the_same_server_at_another_load_is_good(compared):
     e2e = latencies["e2e_p50_us"]
     assert e2e["error_pct"] == pytest.approx(100 * (e2e["replayed"] / e2e["measured"] - 1))
     assert e2e["low"] <= e2e["replayed"] <= e2e["high"]
-    assert e2e["requests"] == pytest.approx(225, abs=15), (
-        "all but the first tenth, and those whose client left"
-    )
+    assert e2e["requests"] == pytest.approx(225, abs=15), "all but the first tenth, and those whose client left"
 
 
-def test_a_limit_that_was_lowered_without_a_word_is_drift_by_what_users_see(
-    tracefit, served, compared, tmp_path
-):
+def test_a_limit_that_was_lowered_without_a_word_is_drift_by_what_users_see(tracefit, served, compared, tmp_path):
     """Eight slots instead of 64: steps take as long as before, and requests wait."""
     code, result = compared(max_num_seqs=8)
     assert (code, result["verdict"]) == (1, "drifted")
@@ -334,9 +330,7 @@ def test_a_few_milliseconds_decide_nothing_without_a_replay_either(compared):
     """Half of the requests are traced."""
     code, result = compared(admission=AdmissionLaw(base_us=5_300.0), journey_sampling=0.5)
     assert result["latencies"] == []
-    assert any(
-        note.startswith("run later is not replayed: journeys are a sample") for note in result["notes"]
-    )
+    assert any(note.startswith("run later is not replayed: journeys are a sample") for note in result["notes"])
     admission = next(d for d in result["drift"] if d["model"] == "alpha.admission")
     assert not admission["decides"]
     assert (code, result["verdict"]) == (0, "good")

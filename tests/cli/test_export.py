@@ -11,9 +11,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_an_export_prints_the_error_of_the_exported_form(tracefit, tmp_path, trained):
-    code, out, err = tracefit(
-        "export", trained / "models", "--to", "llm-d-inference-sim", "--out", tmp_path / "sim"
-    )
+    code, out, err = tracefit("export", trained / "models", "--to", "llm-d-inference-sim", "--out", tmp_path / "sim")
     assert (code, err) == (0, "")
     assert "exported form, held out" in out
     assert (tmp_path / "sim" / "config.yaml").exists()

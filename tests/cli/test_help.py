@@ -16,9 +16,7 @@ COMMANDS = sorted(get_command(app).commands)
 
 def test_commands_are_summed_up_in_a_line_that_fits(tracefit):
     _, out, _ = tracefit("--help")
-    lines = {
-        line.split()[0]: line for line in out.splitlines() if line.split()[:1] and line.split()[0] in COMMANDS
-    }
+    lines = {line.split()[0]: line for line in out.splitlines() if line.split()[:1] and line.split()[0] in COMMANDS}
     assert sorted(lines) == COMMANDS
     assert all(len(line) <= 80 and line.endswith(".") and not line.endswith("..") for line in lines.values())
 

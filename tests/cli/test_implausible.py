@@ -45,12 +45,8 @@ def _errors(out):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", [pytest.param(o, marks=[pytest.mark.slow] if n else []) for n, o in enumerate(ODD)]
-)
-def test_implausible_value_is_counted_and_changes_no_model(
-    tmp_path, new_traces, trained, tracefit, quick, name
-):
+@pytest.mark.parametrize("name", [pytest.param(o, marks=[pytest.mark.slow] if n else []) for n, o in enumerate(ODD)])
+def test_implausible_value_is_counted_and_changes_no_model(tmp_path, new_traces, trained, tracefit, quick, name):
     event, key, change = ODD[name]
     trace = new_traces().load()
     events = trace.events(event)

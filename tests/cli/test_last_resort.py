@@ -37,11 +37,11 @@ def out(trained, tmp_path):
 
 
 def _contents(folder):
-    """Return the hash of every file, without the dates of files in the manifest, which an ingest of anything brings up to date."""
+    """Return the hash of every file, without the dates of files in the manifest, which an ingest of anything brings up
+    to date."""
     contents = {p.relative_to(folder): p.read_bytes() for p in Path(folder).rglob("*") if p.is_file()}
     undated = {
-        name: re.sub(rb'"(modified_ns|stamp)": (null|\d+|"[0-9a-f]+")', b"", data)
-        for name, data in contents.items()
+        name: re.sub(rb'"(modified_ns|stamp)": (null|\d+|"[0-9a-f]+")', b"", data) for name, data in contents.items()
     }
     return {name: hashlib.sha256(data).hexdigest() for name, data in undated.items()}
 

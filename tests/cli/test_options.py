@@ -255,7 +255,8 @@ def flags_of(name):
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_text_of_a_command_names_its_options_or_the_command_that_has_them(command):
-    """Every hint names options by `named`: whatever it names, the running command has the flag, or the text says which one has."""
+    """Every hint names options by `named`: whatever it names, the running command has the flag, or the text says which
+    one has."""
     assert len(DECLARATIONS) > 100
     with naming_flags(flags=get_command(app).owners(command)):
         texts = [named(declared, name) for declared, name in DECLARATIONS]

@@ -169,9 +169,7 @@ def test_rows_of_requests_and_of_a_named_model(tracefit, beta, tmp_path):
     assert (code, out, (tmp_path / "none.csv").exists()) == (2, "", False)
     assert err == "tracefit: row 2: batch: -5 is not a count\n"
     (tmp_path / "f.csv").write_text("prefill_tokens,num_decode_reqs\n1,2\n")
-    code, out, _ = tracefit(
-        "predict", beta, "--rows", tmp_path / "f.csv", "--of", "beta.cycle_time", "--json"
-    )
+    code, out, _ = tracefit("predict", beta, "--rows", tmp_path / "f.csv", "--of", "beta.cycle_time", "--json")
     assert (code, json.loads(out)["predictions"][0]["predicted_us"]) == (0, 1110)
 
 
@@ -236,6 +234,4 @@ def test_the_shipped_models_answer(tracefit):
     asked = ("--deployment", "llama-3.1-8b", "--batch", 32, "--context", 1500, "--prefill", 512, "--json")
     code, out, _ = tracefit("predict", ROOT / "fixtures/models", *asked)
     assert code == 0
-    assert json.loads(out)["step"]["value_us"] == pytest.approx(
-        7000 + 26 * 512 + 15 * 32 + 40 + 144, rel=0.02
-    )
+    assert json.loads(out)["step"]["value_us"] == pytest.approx(7000 + 26 * 512 + 15 * 32 + 40 + 144, rel=0.02)

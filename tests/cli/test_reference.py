@@ -127,8 +127,7 @@ def test_every_command_is_among_them():
 def test_json_is_what_its_schema_says(tracefit, tmp_path, runs, quick, trained, command):
     def call(name):
         arguments = [
-            a.format(runs=runs, out=tmp_path, shipped=ROOT / "fixtures/models", trained=trained)
-            for a in COMMANDS[name]
+            a.format(runs=runs, out=tmp_path, shipped=ROOT / "fixtures/models", trained=trained) for a in COMMANDS[name]
         ]
         return tracefit(name.split()[0], *arguments, *(quick if name in ("run", "train") else ()), "--json")
 

@@ -91,7 +91,8 @@ def test_a_working_folder_that_is_gone_is_one_line(shell):
 
 @pytest.mark.slow
 def test_ctrl_c_with_workers_is_one_line(tmp_path, traces):
-    """The whole group of processes gets the signal, as from a terminal, while workers have most of the blocks before them."""
+    """The whole group of processes gets the signal, as from a terminal, while workers have most of the blocks before
+    them."""
     run = traces.load(steps=240, requests=30).write(tmp_path / "run")
     once = (run / "traces.json").read_bytes()
     (run / "traces.json").write_bytes(once * (60_000_000 // len(once)))

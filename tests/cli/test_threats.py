@@ -366,9 +366,7 @@ def test_named_run_description_stands_for_both(tmp_path, tracefit, small):
 
 @pytest.mark.parametrize("given", [".", "traces.json"], ids=["folder", "file"])
 @pytest.mark.parametrize("name", ["exp-config.yaml", "run.yaml", "config.json"])
-@pytest.mark.parametrize(
-    "place", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")], ids=["pipe", "device"]
-)
+@pytest.mark.parametrize("place", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")], ids=["pipe", "device"])
 def test_configuration_that_is_no_file_is_refused(tmp_path, tracefit, small, place, name, given):
     folder = small(tmp_path / "run")
     (folder / name).unlink(missing_ok=True)
@@ -454,9 +452,7 @@ def test_feature_of_a_text_column_is_one_line(tmp_path, trained, tracefit, quick
         "name: odd\nfeatures:\n  - {name: x, formula: run_id, unit: token, reason: text}\n"
     )
     tables = shutil.copytree(trained / "tables", tmp_path / "tables")  # training writes its frames there
-    code, _, stderr = tracefit(
-        "train", tables, "--out", tmp_path / "m", "--features", tmp_path / "f.yaml", "--fast"
-    )
+    code, _, stderr = tracefit("train", tables, "--out", tmp_path / "m", "--features", tmp_path / "f.yaml", "--fast")
     assert code in (0, 1, 2)
     assert stderr.count("\n") <= 1
 
@@ -512,13 +508,9 @@ def test_formula_without_a_value_is_named(tracefit, null_formulas, question):
         ("alpha.queue_wait", "prompt_tokens,output_tokens", "predicted_us"),
     ],
 )
-def test_formula_without_a_value_predicts_null_for_a_row(
-    tmp_path, tracefit, null_formulas, of, columns, predicted
-):
+def test_formula_without_a_value_predicts_null_for_a_row(tmp_path, tracefit, null_formulas, of, columns, predicted):
     (tmp_path / "rows.csv").write_text(f"{columns}\n3,4\n")
-    code, stdout, stderr = tracefit(
-        "predict", null_formulas, "--rows", tmp_path / "rows.csv", "--of", of, "--json"
-    )
+    code, stdout, stderr = tracefit("predict", null_formulas, "--rows", tmp_path / "rows.csv", "--of", of, "--json")
     assert code == 0
     assert all("no model that predicts this reads" in line for line in stderr.splitlines())
     (row,) = json.loads(stdout)["predictions"]
@@ -526,7 +518,8 @@ def test_formula_without_a_value_predicts_null_for_a_row(
 
 
 def _without_stamps(folder):
-    """Return the content of each file; tables that are written again with the same content have new times, which the manifest notes."""
+    """Return the content of each file; tables that are written again with the same content have new times, which the
+    manifest notes."""
     contents = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     return {path: re.sub(rb'"stamp": "[0-9a-f]{16}"', b"", content) for path, content in contents.items()}
 

@@ -15,9 +15,7 @@ from tracefit.options import TrainOptions
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["alpha", "beta"])
 def test_a_file_is_confirmed_by_the_tables_it_came_from(tracefit, trained, kind):
-    code, out, err = tracefit(
-        "verify", trained / f"models/{kind}.json", "--tables", trained / "tables", "--json"
-    )
+    code, out, err = tracefit("verify", trained / f"models/{kind}.json", "--tables", trained / "tables", "--json")
     result = json.loads(out)
     assert (code, err, result["verified"], result["differing"], result["inputs"]) == (0, "", True, 0, [])
     text = (trained / f"models/{kind}.json").read_text()

@@ -195,7 +195,8 @@ def test_another_version_says_which_one_is_read(write, version):
 
 
 def test_models_of_version_3_are_fitted(write):
-    """Version 4 says where the numbers of a model come from; before it, all were fitted to traces of their deployment."""
+    """Version 4 says where the numbers of a model come from; before it, all were fitted to traces of their
+    deployment."""
     file = read_coefficients(write(FILE | {"version": 3}))
     assert file.models[0].origin == "fitted"
     computed = MODEL | {"origin": "transferred"}
@@ -204,9 +205,7 @@ def test_models_of_version_3_are_fitted(write):
 
 
 HUGE = {
-    "terms": lambda n: json.dumps(
-        FILE | {"models": [MODEL | {"terms": MODEL["terms"] * n}]}, separators=(",", ":")
-    ),
+    "terms": lambda n: json.dumps(FILE | {"models": [MODEL | {"terms": MODEL["terms"] * n}]}, separators=(",", ":")),
     "models": lambda n: json.dumps(FILE | {"models": [0] * n}),
     "empty objects": lambda n: '{"models": [' + "{}" * n,
     "nesting behind text": lambda n: '{"a": "\\"' + "[" * n,

@@ -153,7 +153,8 @@ def test_missing_context_is_an_assumption(small):
 
 
 def test_input_without_effect_is_named_with_its_check(small, parts, write):
-    """The model has only the batch; training saw up to half of a cache, whose number of blocks the server does not state."""
+    """The model has only the batch; training saw up to half of a cache, whose number of blocks the server does not
+    state."""
     step = parts["step"]
     del step["deployment"]["settings"]["num_gpu_blocks"]
     step["terms"] = [parts["step"]["terms"][1]]
@@ -175,9 +176,7 @@ def test_input_without_effect_is_named_with_its_check(small, parts, write):
     (small / "alpha.json").unlink()
     inputs = {"prompt_tokens": 10, "output_tokens": 5, "batch": 4, "context": 300}
     assert line in tracefit.load(small).predict_request(**inputs).assumed
-    assert (
-        line not in tracefit.load(small).predict_request(**inputs, features={"num_gpu_blocks": 900}).assumed
-    )
+    assert line not in tracefit.load(small).predict_request(**inputs, features={"num_gpu_blocks": 900}).assumed
 
 
 def test_line_below_0_is_reported_as_unknown(small, parts, write):
@@ -194,9 +193,7 @@ def test_line_below_0_is_reported_as_unknown(small, parts, write):
     longer = models.predict_request(prompt_tokens=50, output_tokens=15, queue=1)
     assert longer.overheads["queue_wait"].value_us == 500
     assert not [text for text in longer.out_of_range if "queue_wait" in text]
-    rows = [
-        {"free_slots": 0, "block_demand": 0, "kv_blocks_free": 9, "outputs_ahead": t} for t in (5, 10, 15)
-    ]
+    rows = [{"free_slots": 0, "block_demand": 0, "kv_blocks_free": 9, "outputs_ahead": t} for t in (5, 10, 15)]
     wait = tracefit.predict(models, rows, of="alpha.queue_wait").predictions
     assert [(row["predicted_us"], row["low_us"], row["out_of_range"]) for row in wait] == [
         (0, None, "predicted_us"),
@@ -226,7 +223,8 @@ def test_a_feature_given_by_name_wins(small):
 
 
 def test_a_request_on_an_idle_engine(small):
-    """Admission is the API's work, 300 + 2 * 50; the wait is 70; the prompt takes one step; the request decodes by itself."""
+    """Admission is the API's work, 300 + 2 * 50; the wait is 70; the prompt takes one step; the request decodes by
+    itself."""
     prediction = tracefit.load(small).predict_request(prompt_tokens=50, output_tokens=11)
     assert prediction.overheads["admission"].value_us == 400
     assert prediction.overheads["queue_wait"].value_us == 70
@@ -240,9 +238,7 @@ def test_a_request_on_an_idle_engine(small):
 
 
 def test_a_request_waits_half_a_step_for_the_boundary(small):
-    prediction = tracefit.load(small).predict_request(
-        prompt_tokens=50, output_tokens=11, batch=2, context=100
-    )
+    prediction = tracefit.load(small).predict_request(prompt_tokens=50, output_tokens=11, batch=2, context=100)
     cycle = 1000 + 100 + 0.5 * 200
     assert prediction.overheads["admission"].value_us == 400 - 20 + cycle / 2
     assert (prediction.overheads["admission"].low_us, prediction.overheads["admission"].high_us) == (
@@ -336,7 +332,8 @@ def bursty(small, parts, write):
 
 
 def test_prompts_of_others_come_in_steps_like_those_of_training(bursty):
-    """2 others of 10 output tokens: 12 tokens a step, so a fifth of the steps has 30 or 90, one as often as the other."""
+    """2 others of 10 output tokens: 12 tokens a step, so a fifth of the steps has 30 or 90, one as often as the
+    other."""
     prediction = bursty.predict_request(prompt_tokens=50, output_tokens=11, batch=2, context=100)
     alone = 1000 + 50 * 3 + 0.5 * 255.5
     few, many = (alone + 10 * n + 100 * n / (n + 3) for n in (30, 90))
@@ -348,13 +345,12 @@ def test_prompts_of_others_come_in_steps_like_those_of_training(bursty):
 
 
 def test_more_prompts_than_in_training_crowd_every_step(bursty):
-    """7 others of 2 output tokens: 3.5 prompts or 210 tokens a step, 3.5 times those of training; a step has room for 93."""
+    """7 others of 2 output tokens: 3.5 prompts or 210 tokens a step, 3.5 times those of training; a step has room for
+    93."""
     prediction = bursty.predict_request(
         prompt_tokens=50, output_tokens=11, batch=7, context=100, features={"others_output": 2}
     )
-    assert prediction.itl.value_us == pytest.approx(
-        1000 + 50 * 8 + 0.5 * (700 + 55.5) + 10 * 93 + 100 * 93 / (93 + 8)
-    )
+    assert prediction.itl.value_us == pytest.approx(1000 + 50 * 8 + 0.5 * (700 + 55.5) + 10 * 93 + 100 * 93 / (93 + 8))
 
 
 def test_running_requests_are_like_those_of_training(bursty):
@@ -417,8 +413,8 @@ def test_a_composed_latency_has_the_range_measured_on_requests(busy):
     assert prediction.prefill.low_us is None, "intervals of steps do not add up"
     assert prediction.ranges == (
         (
-            "TTFT: no range, 60 % of the held-out requests lie in it; predictions of 50 held-out requests were off by 31 % in the "
-            "median, nine of ten by less than 77 %"
+            "TTFT: no range, 60 % of the held-out requests lie in it; predictions of 50 held-out requests were off "
+            "by 31 % in the median, nine of ten by less than 77 %"
         ),
         "ITL: 90 % of 50 held-out requests lie in it",
         "E2E: no range, because the files have no ranges of requests",
@@ -475,9 +471,7 @@ def test_wait_without_a_queue_in_training_is_named(small, parts, write):
     write("alpha", wait)
     models = tracefit.load(small)
     inputs = {"prompt_tokens": 50, "output_tokens": 11}
-    assert any(
-        "training shows no wait" in text for text in models.predict_request(**inputs, queue=3).out_of_range
-    )
+    assert any("training shows no wait" in text for text in models.predict_request(**inputs, queue=3).out_of_range)
     assert not any("training shows no wait" in text for text in models.predict_request(**inputs).out_of_range)
 
 
@@ -502,9 +496,7 @@ def test_wait_without_a_queue_term_is_that_of_the_outputs_ahead(small, parts, wr
     assert free[1].value_us == pytest.approx(200 + 11 * (1000 + 50 * 7 + 0.5 * (6 * 60 + 55.5)) / 8)
     rows = pl.DataFrame([inputs | {"queue": q, "batch": b} for q in (0, 2, 500) for b in (0, 6, 8)])
     assert_rows_are_as_single_requests(models, rows)
-    assert models.predict_request(rows)["out_of_range"].str.contains("queue").fill_null(
-        value=False
-    ).to_list()[3:] == [
+    assert models.predict_request(rows)["out_of_range"].str.contains("queue").fill_null(value=False).to_list()[3:] == [
         *(False, True, True),
         *(True, True, True),
     ]

@@ -27,10 +27,7 @@ def test_evaluator_has_the_error_that_the_file_states(trained, kind, name):
     if kind == "alpha":
         rows = rows.filter(target=name)
     predicted = np.array(
-        [
-            evaluator.predict(model, row, ((starts - row["ts_ns"]) / 1000).tolist())
-            for row in rows.iter_rows(named=True)
-        ]
+        [evaluator.predict(model, row, ((starts - row["ts_ns"]) / 1000).tolist()) for row in rows.iter_rows(named=True)]
     )
     errors = np.abs(predicted - rows["y"].to_numpy())
     assert errors.mean() == pytest.approx(model["validation"]["holdout"]["mae"], rel=1e-6, abs=1e-3)

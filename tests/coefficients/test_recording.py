@@ -1,4 +1,5 @@
-"""Recipes for a yes on every use: rates of what was carried or can be served, lengths as recorded, and commands that a shell runs."""
+"""Recipes for a yes on every use: rates of what was carried or can be served, lengths as recorded, and commands that a
+shell runs."""
 
 from __future__ import annotations
 
@@ -117,9 +118,7 @@ def test_without_a_capacity_rates_are_those_carried_and_a_burst_fills_the_server
 def test_the_kv_cache_may_hold_fewer_requests_than_there_are_slots():
     slow = replace(LOAD, carried_per_s=0.1)
     many = _by_name(_record(ServerSettings(max_num_seqs=64), load=slow))["too much"]
-    few = _by_name(_record(ServerSettings(max_num_seqs=64, num_gpu_blocks=350, block_size=16), load=slow))[
-        "too much"
-    ]
+    few = _by_name(_record(ServerSettings(max_num_seqs=64, num_gpu_blocks=350, block_size=16), load=slow))["too much"]
     assert (many.requests, few.requests) == (128, 80), "350 blocks hold 40 requests of 140 tokens"
 
 
@@ -168,9 +167,7 @@ def _calls(record, tmp_path, shell="bash"):
     done = subprocess.run([shell, "-c", command], capture_output=True, text=True, check=True, env=path)
     assert not done.stderr
     calls = [line.split("\x1f")[:-1] for line in done.stdout.split("\x1e")[:-1]]
-    return [
-        dict(zip(call[2:-1:2], call[3:-1:2], strict=True)) for call in calls if call[:2] == ["bench", "serve"]
-    ]
+    return [dict(zip(call[2:-1:2], call[3:-1:2], strict=True)) for call in calls if call[:2] == ["bench", "serve"]]
 
 
 @pytest.mark.parametrize("shell", ["bash", "sh"])

@@ -141,7 +141,8 @@ def test_the_ranges_of_inputs_are_those_of_the_training_part():
 def test_composed_requests_sum_up_under_steady_load(tmp_path):
     """Four steady runs at the edge of their KV cache: what single runs miss either way, they miss by chance.
 
-    Not all of it: on arrival a batch is known that will be another one while the request decodes. ITL is no better than a median.
+    Not all of it: on arrival a batch is known that will be another one while the request decodes. ITL is no better than
+    a median.
     """
     bias, won = [], []
     for seed in range(3, 7):
@@ -168,7 +169,8 @@ def test_composed_requests_sum_up_under_steady_load(tmp_path):
 
 @pytest.mark.parametrize("deployment", ["llama-2-70b", "llama-3.1-8b"])
 def test_composed_requests_of_the_fixtures_are_close(deployment):
-    """fixtures/models/ is what training makes of fixtures/generated/: TTFT and E2E beat a constant median, no latency is far off in sum.
+    """fixtures/models/ is what training makes of fixtures/generated/: TTFT and E2E beat a constant median, no latency
+    is far off in sum.
 
     Not ITL: its law has a large constant, and the batch that a request arrives in is not the one it decodes in.
     """
@@ -197,9 +199,7 @@ def _described(models, ratios, split):
         }
     ).with_columns(pl.lit("x").alias(name) for name in REQUEST)
     predicted = models.predict_request(rows.drop(REQUEST))
-    measured = [
-        (predicted[f"{n}_us"] * pl.Series(ratios)).alias(f"measured_{n}_us") for n in ("ttft", "itl", "e2e")
-    ]
+    measured = [(predicted[f"{n}_us"] * pl.Series(ratios)).alias(f"measured_{n}_us") for n in ("ttft", "itl", "e2e")]
     described = rows.with_columns(pl.Series("split", split), *measured)
     return predicted_requests(models.deployment(), described)
 
@@ -230,12 +230,8 @@ def test_requests_that_get_no_range_do_not_count_for_it(small):
     """Prompts of 61 tokens are outside the range of steps: they are far off, and `predict` gives them no range."""
     models = tracefit.load(small)
     rows = _described(models, [*np.linspace(0.8, 1.2, 141)], ["train"] * 101 + ["holdout"] * 40)
-    far = rows.with_columns(
-        measured_ttft_us=pl.col("measured_ttft_us") * 50, out_of_range=pl.lit("prefill_tokens")
-    )
-    alone, both = (
-        request_ranges("deployment", r, reference=False)[0] for r in (rows, pl.concat([rows, far]))
-    )
+    far = rows.with_columns(measured_ttft_us=pl.col("measured_ttft_us") * 50, out_of_range=pl.lit("prefill_tokens"))
+    alone, both = (request_ranges("deployment", r, reference=False)[0] for r in (rows, pl.concat([rows, far])))
     assert (both.low_ratio, both.high_ratio) == (alone.low_ratio, alone.high_ratio)
     assert (both.requests_held_out, both.holdout.n) == (40, 80), "the errors are those of all requests"
 

@@ -108,9 +108,7 @@ def test_a_measure_at_its_threshold_still_passes(mape, answer):
     assert _answers(_models(mape=mape))["simulation"] == answer
 
 
-@pytest.mark.parametrize(
-    ("of_rows", "of_steps", "answer"), [(0.5, -16, "no"), (0.5, 16, "no"), (-16, 0.5, "yes")]
-)
+@pytest.mark.parametrize(("of_rows", "of_steps", "answer"), [(0.5, -16, "no"), (0.5, 16, "no"), (-16, 0.5, "yes")])
 def test_bias_of_all_steps_counts_in_either_direction(of_rows, of_steps, answer):
     """Not that of the rows whose errors are measured: a sampled server has few of them."""
     assert _answers(_models(bias=of_rows), bias=of_steps)["simulation"] == answer
@@ -178,9 +176,7 @@ def test_telling_regimes_apart_by_hand():
 def test_simulation_and_planning_rest_on_the_replay(replays, answer):
     found = verdicts_of(_models(), _measured(replays=replays))
     assert [found[use].answer for use in USES] == [answer, answer, "yes", "yes"]
-    assert not replays[0].reason or found["simulation"].reasons == (
-        "no run can be replayed: only steps were traced",
-    )
+    assert not replays[0].reason or found["simulation"].reasons == ("no run can be replayed: only steps were traced",)
 
 
 def test_thresholds_can_be_set():
@@ -239,7 +235,8 @@ def _criteria(measure, *, bias=-1.0, replays=None, **changes):
         ("step_mape_pct", {"mape": 13.5}, None),
         # With a change of speed of 9 %: the root of 12 squared and 9 squared.
         ("step_mape_pct", {"mape": 16.0, "noise": NOISE, "speed": _speed(9.0)}, 15.0),
-        # A step as much shorter as one in ten is, of a machine that is a tenth faster: 1 / (0.9 x 0.78) is 42.5 % too much.
+        # A step as much shorter as one in ten is, of a machine that is a tenth faster: 1 / (0.9 x 0.78) is 42.5 % too
+        # much.
         ("step_p90_ape_pct", {"p90": 45.0, "noise": NOISE, "speed": _speed(-10.0)}, 42.45),
         # And as much longer, of a machine that is a tenth slower: 0.78 / 1.1 is 29.1 % too little.
         ("step_p90_ape_pct", {"p90": 30.0, "noise": NOISE, "speed": _speed(10.0)}, 29.09),

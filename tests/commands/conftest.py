@@ -40,7 +40,8 @@ def contents():
 
 @pytest.fixture
 def decoded():
-    """Return a function from a tables folder to the names of the files decoded since it was last asked: their parts are new."""
+    """Return a function from a tables folder to the names of the files decoded since it was last asked: their parts are
+    new."""
     known = set()
 
     def since(tables):

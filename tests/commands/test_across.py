@@ -89,7 +89,8 @@ def _on(gpus, models, folder):
 
 @pytest.mark.slow
 def test_step_times_on_an_unseen_gpu_are_within_15_percent(tmp_path, evaluation_of):
-    """Memory of an H100 is 1.6 times, its arithmetic 3.2 times as fast as an A100's: no line in the batch knows that."""
+    """Memory of an H100 is 1.6 times, its arithmetic 3.2 times as fast as an A100's: no line in the batch knows
+    that."""
     _on(("A100", "H100"), (("llama-8b", 1), ("llama-70b", 4)), tmp_path / "runs")
     evaluation, report = evaluation_of(across=True, features="roofline")
     found = {e["left_out"]: e for e in evaluation["across"] if e["kind"] == "gpu"}
@@ -110,15 +111,14 @@ def test_one_model_cannot_separate_weights_from_a_constant(tmp_path, evaluation_
     evaluation, report = evaluation_of(across=True, features="roofline")
     assert {e["left_out"] for e in evaluation["across"]} == {"a100-80gb-sxm", "h100-sxm"}
     for gpu in ("a100-80gb-sxm", "h100-sxm"):
-        assert f"leave-one-GPU-out, {gpu}: the rest is one deployment" in "\n".join(
-            evaluation["across_notes"]
-        )
+        assert f"leave-one-GPU-out, {gpu}: the rest is one deployment" in "\n".join(evaluation["across_notes"])
     assert "the rest is one deployment, which cannot separate reading the weights from a constant" in report
 
 
 @pytest.mark.slow
 def test_deployments_of_one_model_on_one_gpu_predict_each_other(tmp_path, evaluation_of):
-    """The error of a constant per batch size is beside each, by an independent path: what steps of the other deployment took."""
+    """The error of a constant per batch size is beside each, by an independent path: what steps of the other deployment
+    took."""
     for tp in (1, 4):
         options = SynthOptions(name=f"tp{tp}", seed=tp, law="roofline", model="llama-8b", tp=tp, requests=40)
         write_run(synth(options), tmp_path / "runs")

@@ -91,13 +91,12 @@ def test_the_cheapest_is_first(config, command):
     assert first.split()[:4] == ["=", "H100-SXM", "tp1", "1"]
 
 
+@pytest.mark.slow
 def test_one_kind_of_server_has_no_table(config, tmp_path):
     server = tracefit.ServerOptions(model_config=config, gpu="H100", tp=2)
     tracefit.transfer((), tmp_path / "new", server=server)
     load = tracefit.LoadOptions(prompt=300, output=40)
-    result = tracefit.plan(
-        tmp_path / "new", rate=4, slo_ms={"itl_p90": 40}, requests=load, price={"H100": 2.0}
-    )
+    result = tracefit.plan(tmp_path / "new", rate=4, slo_ms={"itl_p90": 40}, requests=load, price={"H100": 2.0})
     assert result.ranked == ()
     assert result.plans[0].gpu == "H100-SXM"
     assert result.plans[0].cost_per_million_tokens == pytest.approx(1e6 * 2 * 2 / 3600 / (4 * 340), rel=0.05)

@@ -67,9 +67,7 @@ def test_times_without_a_date_give_none(tmp_path):
     assert "Traced " not in (tmp_path / "out/report.md").read_text()
     evaluation = json.loads((tmp_path / "out/evaluation.json").read_text())
     (server,) = evaluation["ingest"]["servers"]
-    assert server["seconds"] == pytest.approx(
-        max(r.sent_s for r in plan) - min(r.sent_s for r in plan), abs=0.01
-    )
+    assert server["seconds"] == pytest.approx(max(r.sent_s for r in plan) - min(r.sent_s for r in plan), abs=0.01)
     assert "no date, " in inspect_text(inspect([tmp_path / "run"]))
 
 
@@ -133,9 +131,7 @@ def test_requests_of_another_run_are_no_load(tmp_path):
         sent_s = 0.31 * n + 0.2 * (7 * n % 5)
         request.token_s = [sent_s + token - request.sent_s for token in request.token_s]
         request.sent_s = sent_s
-    result, requests, _ = ingested(
-        tmp_path, server=clients.request_log(plan), client=clients.vllm_bench(others)
-    )
+    result, requests, _ = ingested(tmp_path, server=clients.request_log(plan), client=clients.vllm_bench(others))
     assert requests.height == 100
     assert not requests["client_ttft_us"].count()
     (one,) = result.runs
@@ -150,11 +146,7 @@ def test_a_few_requests_without_a_span_are_said(tmp_path):
     result, requests, _ = ingested(tmp_path, server=server, client=clients.vllm_bench(plan))
     assert requests.height == 199
     assert result.exit_code == 0
-    assert [
-        text
-        for text in result.warnings
-        if text.endswith("1 client requests that match no span were left out")
-    ]
+    assert [text for text in result.warnings if text.endswith("1 client requests that match no span were left out")]
 
 
 @pytest.mark.slow
@@ -167,6 +159,4 @@ def test_a_first_token_in_ms_gives_no_times(tmp_path):
     assert requests.height == 100
     assert not requests.select("client_ttft_us", "client_e2e_us", "network_us").sum_horizontal().sum()
     assert result.exit_code == 3
-    assert any(
-        "100 the client's TTFT is about 1,000 times the server's: is it in ms?" in w for w in result.warnings
-    )
+    assert any("100 the client's TTFT is about 1,000 times the server's: is it in ms?" in w for w in result.warnings)

@@ -130,9 +130,7 @@ def warnings_of(tmp_path_factory, new_traces, config_json):
         folder = new_traces().load(steps=1, requests=0).write(root / "runs" / name)
         (folder / "config.json").write_text(json.dumps(configuration))
     said = ingest([root / "runs"], root / "tables", server=ServerOptions(tp=2)).warnings
-    return lambda name: [
-        text for text in said if text.startswith(f"{name}: ") and "of the model are left out" in text
-    ]
+    return lambda name: [text for text in said if text.startswith(f"{name}: ") and "of the model are left out" in text]
 
 
 @pytest.mark.parametrize("key", LACKING)
@@ -205,9 +203,7 @@ def test_the_limit_on_rejects_holds_for_recordings_too(tmp_path, traces):
     ingest([folder], tmp_path / "t", workers=1, options=IngestOptions(max_rejects=3))
     reasons = TableStore(tmp_path / "t").read("rejects").sort("source_offset")["reason"].to_list()
     assert len(reasons) == 4
-    assert (
-        reasons[-1] == "more than 3 rejects: the rest of the file is not read (--max-rejects sets the limit)"
-    )
+    assert reasons[-1] == "more than 3 rejects: the rest of the file is not read (--max-rejects sets the limit)"
 
 
 @pytest.mark.slow
@@ -260,7 +256,8 @@ def _exchange(path):
 
 @pytest.fixture
 def kept(tmp_path, new_traces):
-    """Return a run folder of two files, its tables, and a function that adds the next file; each is staged by itself."""
+    """Return a run folder of two files, its tables, and a function that adds the next file; each is staged by
+    itself."""
     folder, tables = tmp_path / "run", tmp_path / "tables"
 
     def add(first):

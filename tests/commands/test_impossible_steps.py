@@ -43,9 +43,7 @@ def trained(tmp_path, *, fast=(), gpu=True, **settings):
     (folder / "config.json").write_text(json.dumps(MODEL))
     (tmp_path / "gpu.json").write_text(json.dumps(GPU))
     server = ServerOptions(gpu=str(tmp_path / "gpu.json") if gpu else None)
-    return tracefit.run(
-        [folder], tmp_path / "out", server=server, options=TrainOptions(fast=True, features="batch")
-    )
+    return tracefit.run([folder], tmp_path / "out", server=server, options=TrainOptions(fast=True, features="batch"))
 
 
 @pytest.mark.slow
@@ -95,9 +93,7 @@ def test_without_a_gpu_or_fast_steps_nothing_is_left_out(tmp_path):
 @pytest.mark.mostly_slow(every=3)
 @pytest.mark.parametrize(("stated", "seen"), [(512, 1000), (2048, None), (None, None)])
 def test_steps_win_over_settings_that_they_contradict(tmp_path, stated, seen):
-    result = trained(
-        tmp_path, max_num_seqs=8, **({} if stated is None else {"max_num_batched_tokens": stated})
-    )
+    result = trained(tmp_path, max_num_seqs=8, **({} if stated is None else {"max_num_batched_tokens": stated}))
 
     (summary,) = result.trained.deployments
     assert summary.settings.get("max_num_batched_tokens") == (str(seen or stated) if seen or stated else None)

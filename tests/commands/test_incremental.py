@@ -69,7 +69,8 @@ def test_only_a_new_file_is_read(tmp_path, lines, fresh, contents, decoded):
 
 @pytest.fixture
 def fleet(tmp_path, lines, monkeypatch):
-    """Return the folder of two ingested runs, whose files count as old, and the runs that another ingest reads again."""
+    """Return the folder of two ingested runs, whose files count as old, and the runs that another ingest reads
+    again."""
     monkeypatch.setattr("tracefit.inputs.files._TICK_NS", -(10**18))
     for name, some in (("a", lines[:40]), ("b", lines[40:80])):
         _write(tmp_path / "runs" / name / "traces.json", some)
@@ -185,7 +186,8 @@ def days(tmp_path, lines):
 
 @pytest.fixture
 def ingested(tmp_path, monkeypatch):
-    """Return a function that ingests paths in a working folder; it returns the ids of the runs read and of those stored."""
+    """Return a function that ingests paths in a working folder; it returns the ids of the runs read and of those
+    stored."""
 
     def read(folder, *paths):
         monkeypatch.chdir(folder)
@@ -196,16 +198,12 @@ def ingested(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("path", "run_id"), [("run", "run"), ("run/traces.json", "traces"), ("run/*.json", "traces")]
-)
+@pytest.mark.parametrize(("path", "run_id"), [("run", "run"), ("run/traces.json", "traces"), ("run/*.json", "traces")])
 def test_a_relative_name_in_two_working_folders_is_two_runs(days, ingested, path, run_id):
     ingested(days[0], path)
     read, stored, warnings = ingested(days[1], path)
     assert (read, stored) == ([f"{run_id}-2"], [run_id, f"{run_id}-2"])
-    assert warnings == (
-        f"{run_id}: another run of that name is in the tables already; this one is {run_id}-2",
-    )
+    assert warnings == (f"{run_id}: another run of that name is in the tables already; this one is {run_id}-2",)
     assert ingested(days[0], path)[:2] == ([run_id], stored)
     assert ingested(days[1], path)[:2] == ([f"{run_id}-2"], stored)
 
@@ -238,7 +236,8 @@ def test_a_loose_file_is_the_same_through_a_link(tmp_path, days, ingested):
 
 @pytest.mark.slow
 def test_one_file_of_a_run_does_not_replace_it(days, lines, ingested):
-    """Named alone beside its configuration, it is another run, as loose files are; named with its folder, it is read once."""
+    """Named alone beside its configuration, it is another run, as loose files are; named with its folder, it is read
+    once."""
     _write(days[0] / "run" / "traces-2.json", lines[40:])
     (days[0] / "run" / "exp-config.yaml").write_text("model: m\n")
     assert ingested(days[0], "run", "run/traces-2.json")[:2] == (["run"], ["run"])

@@ -101,9 +101,7 @@ def test_kill_leaves_whole_tables_and_a_run_to_repeat(tmp_path, grown, contents,
 def _same_events(one, other):
     """Tell whether all is the same except what follows from the steps."""
     later = ("timeline", "requests")
-    return len(one["requests"]) == len(other["requests"]) and all(
-        one[k] == other[k] for k in one if k not in later
-    )
+    return len(one["requests"]) == len(other["requests"]) and all(one[k] == other[k] for k in one if k not in later)
 
 
 @pytest.fixture

@@ -118,9 +118,7 @@ def test_without_a_model_the_report_shows_the_server(tmp_path, new_traces, quick
     before = (tmp_path / "both/report.md").read_bytes()
     with pytest.raises(DataError, match="nothing can be fitted"):
         run([folder], tmp_path / "both", options=quick)
-    assert (tmp_path / "both/report.md").read_bytes() == before, (
-        "models and report of a training stay together"
-    )
+    assert (tmp_path / "both/report.md").read_bytes() == before, "models and report of a training stay together"
 
 
 @pytest.mark.slow
@@ -130,10 +128,7 @@ def test_reused_folder_trains_on_the_named_run(tmp_path, two_runs, models_of, qu
     second = run([two_runs / "more"], tmp_path / "out", options=quick)
     beta = models_of(tmp_path / "out" / "models")["beta.cycle_time"]
     assert beta["training"]["runs"] == ["two"]
-    assert (
-        "tables also has one of an earlier command; models and report are only of two"
-        in second.trained.warnings[0]
-    )
+    assert "tables also has one of an earlier command; models and report are only of two" in second.trained.warnings[0]
 
 
 def test_every_request_and_target_is_a_training_row(trained):

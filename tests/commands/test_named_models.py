@@ -1,4 +1,5 @@
-"""Models that spans name: servers of different models in one run are said, adapters and aliases of one model are not."""
+"""Models that spans name: servers of different models in one run are said, adapters and aliases of one model are
+not."""
 
 from __future__ import annotations
 
@@ -72,8 +73,8 @@ def of(model, count=3, key=RESPONSE):
 def test_two_services_of_different_models(said):
     (text,), code = said(server(of(LLAMA), "chat"), server(of(QWEN, 2), "code"))
     assert text == (
-        f"servers of different models are in one run (chat names {LLAMA}, 3 spans; code names {QWEN}, 2 spans), and are read as one "
-        "deployment: give the spans of each a run folder of its own"
+        f"servers of different models are in one run (chat names {LLAMA}, 3 spans; code names {QWEN}, 2 spans), and "
+        "are read as one deployment: give the spans of each a run folder of its own"
     )
     assert code == 3
 
@@ -82,9 +83,7 @@ def test_two_services_of_different_models(said):
 @pytest.mark.parametrize("scope", ["vllm.llm_engine", "vllm.tracing.otel", "sglang server"])
 def test_the_requested_model_counts_where_no_answer_names_one(said, scope):
     if scope == "sglang server":
-        servers = [
-            server(of(model, key=REQUEST), name, scope=scope) for model, name in ((LLAMA, "a"), (QWEN, "b"))
-        ]
+        servers = [server(of(model, key=REQUEST), name, scope=scope) for model, name in ((LLAMA, "a"), (QWEN, "b"))]
         for each in servers:
             for span in each["scopeSpans"][0]["spans"]:
                 span["attributes"] += attributes({"rid": span["spanId"]})
@@ -100,9 +99,7 @@ def test_the_requested_model_counts_where_no_answer_names_one(said, scope):
 
 @pytest.mark.slow
 def test_instances_of_one_service_are_named_apart(said):
-    first, second = (
-        server(of(model), service_instance_id=pod) for model, pod in ((LLAMA, "pod-0"), (QWEN, "pod-1"))
-    )
+    first, second = (server(of(model), service_instance_id=pod) for model, pod in ((LLAMA, "pod-0"), (QWEN, "pod-1")))
     (text,), _ = said(first, second)
     assert f"vllm (pod-0) names {LLAMA}, 3 spans; vllm (pod-1) names {QWEN}, 3 spans" in text
 
@@ -187,6 +184,8 @@ CONFIG = {
 )
 def test_a_configuration_of_another_model(said, name, model, is_said):
     texts, code = said(server(of(model)), config=CONFIG | ({"_name_or_path": name} if name else {}))
-    wanted = f"spans name {model}, 3 spans, and config.json is of {name}: features of the model are those of config.json"
+    wanted = (
+        f"spans name {model}, 3 spans, and config.json is of {name}: features of the model are those of config.json"
+    )
     assert texts == ([wanted] if is_said else [])
     assert code == 0

@@ -37,9 +37,7 @@ REASON = "20.0 % of requests failed or were given up"
 @pytest.mark.slow
 def test_it_is_flagged_and_kept_out_of_the_fit(tmp_path, trained_on):
     deployment, report = trained_on(["fine", "given_up"])
-    assert deployment["overloaded"] == [
-        {"run_id": "given_up", "reasons": [REASON], "trained_on": False, "queued": []}
-    ]
+    assert deployment["overloaded"] == [{"run_id": "given_up", "reasons": [REASON], "trained_on": False, "queued": []}]
     assert deployment["runs"] == ["fine"]
     assert REASON in report
     assert "--include-overloaded" in report

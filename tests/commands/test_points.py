@@ -105,9 +105,7 @@ def test_one_request_at_a_time_takes_the_model_s_steps(trained, points):
 
 
 def test_more_requests_at_a_time_take_longer(trained, points):
-    result = tracefit.compare(
-        trained, points("1,,64,20,20,10,1,x", "16,,64,20,20,10,1,x", ",0.01,64,20,20,10,1,x")
-    )
+    result = tracefit.compare(trained, points("1,,64,20,20,10,1,x", "16,,64,20,20,10,1,x", ",0.01,64,20,20,10,1,x"))
     alone, many, seldom = map(predictions, result.points)
     assert many["ttft_mean"] > alone["ttft_mean"]
     assert many["tpot_mean"] > alone["tpot_mean"]
@@ -154,7 +152,8 @@ def test_a_recording_without_points_says_what_a_point_is(trained, tmp_path):
 
 @pytest.fixture
 def two_servers(trained, tmp_path):
-    """Return coefficient files of the trained deployment and of another model on H100s whose steps take ten times as long."""
+    """Return coefficient files of the trained deployment and of another model on H100s whose steps take ten times as
+    long."""
 
     def of_other(model):
         other = json.loads(json.dumps(model))

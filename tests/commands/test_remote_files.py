@@ -50,9 +50,7 @@ class Bucket(FileSystemHandler):
     def _unused(self, *_):
         raise NotImplementedError
 
-    copy_file = create_dir = delete_dir = delete_dir_contents = delete_file = delete_root_dir_contents = (
-        _unused
-    )
+    copy_file = create_dir = delete_dir = delete_dir_contents = delete_file = delete_root_dir_contents = _unused
     move = normalize_path = open_append_stream = open_input_file = open_output_stream = _unused
 
 

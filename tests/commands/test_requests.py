@@ -76,7 +76,8 @@ def test_failures_are_left_out_of_request_times(tables, traces):
 
 @pytest.mark.slow
 def test_requests_report_and_replay_have_the_same_percentiles(tables, traces):
-    """Request k has its first token after 100 k ms and its tokens k ms apart. P99 of 22 is at rank 20.79, of 21 at 19.8."""
+    """Request k has its first token after 100 k ms and its tokens k ms apart. P99 of 22 is at rank 20.79, of 21 at
+    19.8."""
     trace = traces
     for k in range(1, 22):
         first = 1_000_000 * (k - 1) + 100_000 * k

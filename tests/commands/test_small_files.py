@@ -248,7 +248,8 @@ def test_too_many_rejects_cost_only_their_file(tmp_path, records, write, one_by_
 @pytest.mark.slow
 @pytest.mark.parametrize(("tick_ns", "most"), [(-(10**18), 0), (10**18, 2)])
 def test_a_known_file_is_opened_twice_at_most(tmp_path, records, write, opened, monkeypatch, tick_ns, most):
-    """However many there are: no file is compared with every other, and one that did not change for a while is not opened."""
+    """However many there are: no file is compared with every other, and one that did not change for a while is not
+    opened."""
     monkeypatch.setattr("tracefit.inputs.files._TICK_NS", tick_ns)
     folder = _in_files(write, records)
     ingest([folder], tmp_path / "tables")

@@ -48,8 +48,7 @@ def test_alpha_trains_on_the_wait_and_advises_on_the_rest(stock, tmp_path):
     assert [m.name for m in result.trained.fitted] == ["alpha.queue_wait", "alpha.admission"]
     assert result.trained.fitted[0].holdout_mape_pct < 1, "the wait is a line in the prompt's length"
     rows = pl.concat(
-        pl.read_parquet(p, hive_partitioning=False)
-        for p in (tmp_path / "out").rglob("alpha_training/**/*.parquet")
+        pl.read_parquet(p, hive_partitioning=False) for p in (tmp_path / "out").rglob("alpha_training/**/*.parquet")
     )
     rows = {name: of for (name,), of in rows.partition_by("target", as_dict=True).items()}
     # TTFT is 23 ms longer than the wait, and the prefill takes 20 of them.
@@ -73,9 +72,7 @@ def test_inspect_names_remedies_of_a_stock_server(stock, tmp_path, traces):
     for flag in ("--step-tracing", "--enable-journey-tracing", "journey-tracing-sample-rate"):
         assert flag not in said
     # Nor is it shown as a lack that there are no events: no such span has any.
-    assert not [
-        text for text in ("both layers", "event", "sampled:", "step.duration_us") if f"  {text}" in said
-    ]
+    assert not [text for text in ("both layers", "event", "sampled:", "step.duration_us") if f"  {text}" in said]
     traces.records.clear()
     of_fork = inspect_text(inspect(traces.load(steps=120, requests=0).write(tmp_path / "fork")))
     assert "--enable-journey-tracing" in of_fork
@@ -85,9 +82,7 @@ def test_inspect_names_remedies_of_a_stock_server(stock, tmp_path, traces):
 @pytest.mark.slow
 def test_recording_of_steps_advises_stock_spans():
     said = " ".join(inspect_text(inspect(ROOT / "fixtures/recordings/fpm-dynamo")).split())
-    assert (
-        said.count("a span of every request gives it: start the server with --otlp-traces-endpoint URL") == 2
-    )
+    assert said.count("a span of every request gives it: start the server with --otlp-traces-endpoint URL") == 2
     assert "departure overhead no no requests; no flag of an unmodified vLLM gives it" in said
     assert "fork of vLLM" not in said
 

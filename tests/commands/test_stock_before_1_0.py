@@ -1,6 +1,7 @@
 """Spans of vLLM before 1.0: no prefill and no decode, and the forward time in milliseconds in some versions.
 
-Attributes are those of `LLMEngine.create_trace_span` in https://github.com/vllm-project/vllm/blob/v0.6.6/vllm/engine/llm_engine.py.
+Attributes are those of `LLMEngine.create_trace_span` in
+https://github.com/vllm-project/vllm/blob/v0.6.6/vllm/engine/llm_engine.py.
 """
 
 from __future__ import annotations

@@ -56,9 +56,7 @@ def test_spans_of_requests_give_step_time_and_queue_wait(tracefit, tmp_path, gen
     assert "Mean step times are typically within" in page
     assert "| mean step time |" in page
     assert "points means of several steps" in page
-    assert not re.search(
-        r"\| step time \||\*\*Step times are typically|[^n] step times are off|single steps", page
-    )
+    assert not re.search(r"\| step time \||\*\*Step times are typically|[^n] step times are off|single steps", page)
     # Against the law that made the steps, at a decode batch of eight with 300 tokens of context each.
     beta = _beta(tmp_path)
     batch = {

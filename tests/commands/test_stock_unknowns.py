@@ -1,4 +1,5 @@
-"""Facts that spans of an unmodified server cannot show are stated before training and in the verdict, and no coefficient is wrong unsaid."""
+"""Facts that spans of an unmodified server cannot show are stated before training and in the verdict, and no
+coefficient is wrong unsaid."""
 
 from __future__ import annotations
 
@@ -57,7 +58,8 @@ def _said(folder, out):
 
 
 def _changed(folder, change):
-    """Change the spans of a run, which `change` gets as a list in the order of their arrival, with the resource of each."""
+    """Change the spans of a run, which `change` gets as a list in the order of their arrival, with the resource of
+    each."""
     path = folder / "traces.json"
     spans = []
     for line in path.read_text().splitlines():
@@ -132,14 +134,9 @@ def test_of_requests_cut_at_the_edges(tmp_path):
     said = _said(_changed(write_run(run, tmp_path), cut), tmp_path / "out")
     assert "steps at the ends of the recording, where requests may be missing" in said.before
     assert "steps at the ends of the recording have no time" in said.after
-    at_ends = int(
-        str(said.beta["notes"]).partition(" steps at the ends")[0].rpartition("'")[2].replace(",", "")
-    )
+    at_ends = int(str(said.beta["notes"]).partition(" steps at the ends")[0].rpartition("'")[2].replace(",", ""))
     # Some requests ran for longer than others: at either end as many steps as one of them took.
-    assert (
-        at_ends
-        > run.truth_requests.select((pl.col("finished_step") - pl.col("first_token_step")).max()).item()
-    )
+    assert at_ends > run.truth_requests.select((pl.col("finished_step") - pl.col("first_token_step")).max()).item()
     _is_right(said, run.law, prompts=0.1)
 
 

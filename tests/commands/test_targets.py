@@ -64,9 +64,7 @@ def test_durations_train_every_sampled_step(tmp_path, traces, job):
 def test_report_explains_the_clock_with_both_medians(tmp_path, traces, job):
     job(traces.load(steps=120, requests=0, covered=0.05))
     because = _timeline(tmp_path)["beta_target_reason"]
-    medians = (
-        TableStore(tmp_path / "out" / "tables").read("timeline").filter(pl.col("cycle_us").is_not_null())
-    )
+    medians = TableStore(tmp_path / "out" / "tables").read("timeline").filter(pl.col("cycle_us").is_not_null())
     assert "5.0 %" in because
     for column in ("cycle_us", "duration_us"):
         assert f"{medians[column].median():.0f} us" in because

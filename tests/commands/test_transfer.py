@@ -52,9 +52,7 @@ def new(servers, tmp_path_factory):
 
 
 def _server(run, **more):
-    return tracefit.ServerOptions(
-        model_config=run / "config.json", run_config=run / "exp-config.yaml", **more
-    )
+    return tracefit.ServerOptions(model_config=run / "config.json", run_config=run / "exp-config.yaml", **more)
 
 
 @pytest.fixture
@@ -75,9 +73,7 @@ def test_a_server_is_predicted_from_two_others(servers, new):
     models, own = tracefit.load(new), tracefit.load(new / "truth")
     for batch, prefill in ((4, 0), (16, 0), (8, 1500)):
         law = models.predict_step(batch=batch, context=400, prefill=prefill).step.value_us
-        assert law == pytest.approx(
-            own.predict_step(batch=batch, context=400, prefill=prefill).step.value_us, rel=0.12
-        )
+        assert law == pytest.approx(own.predict_step(batch=batch, context=400, prefill=prefill).step.value_us, rel=0.12)
 
 
 def test_a_model_says_where_it_comes_from(new):
@@ -342,9 +338,7 @@ def test_without_folders_the_law_is_the_packages_own(untraced):
     assert model["transfer"]["kind"] == "model"
     assert model["transfer"]["has_prompts"] is False
     assert len(model["transfer"]["sources"]) == len(boxed.servers)
-    assert model["transfer"]["p90_ape_pct"] == {
-        "decodes": pytest.approx(boxed.errors["model"].p90_ape_pct, rel=1e-3)
-    }
+    assert model["transfer"]["p90_ape_pct"] == {"decodes": pytest.approx(boxed.errors["model"].p90_ape_pct, rel=1e-3)}
     assert {c["feature"] for c in model["transfer"]["law"]} == {c.feature for c in boxed.law}
 
 
@@ -363,6 +357,7 @@ def test_the_time_of_a_step_is_the_laws_sum(untraced):
     assert step.step.value_us == pytest.approx(expected, rel=0.01)
 
 
+@pytest.mark.slow
 def test_a_plan_of_it_has_the_time_between_tokens_alone(untraced, command):
     load = ("--rate", 2, "--prompt", 300, "--output", 60)
     code, out, _ = command("plan", untraced, *load, "--slo", "itl_p90=50")

@@ -57,9 +57,7 @@ def tables(tmp_path, traces):
 def test_run_has_its_tables_to_itself_until_its_report_is_written(tmp_path, traces):
     run, out = traces.load().write(tmp_path / "run"), tmp_path / "out"
     locked = {}
-    progress = _AtStages(
-        lambda text: locked.update({text: (out / "tables").exists() and _is_locked(out / "tables")})
-    )
+    progress = _AtStages(lambda text: locked.update({text: (out / "tables").exists() and _is_locked(out / "tables")}))
     tracefit.run(run, out, options=FAST, progress=progress)
     assert {text.split()[0] for text in locked} >= {"reading", "fitting", "replaying", "drawing"}
     assert all(locked.values())

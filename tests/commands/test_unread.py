@@ -1,4 +1,5 @@
-"""Files that are recognised, but whose lengths, times or settings all stay unread: the command says so and ends with 3."""
+"""Files that are recognised, but whose lengths, times or settings all stay unread: the command says so and ends with
+3."""
 
 from __future__ import annotations
 

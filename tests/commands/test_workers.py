@@ -30,9 +30,7 @@ def test_workers_import_nothing_from_the_working_folder(tmp_path, traces):
     script = tmp_path / "bin" / "script.py"
     script.parent.mkdir()
     script.write_text(SCRIPT)
-    done = subprocess.run(
-        [sys.executable, script], cwd=run, capture_output=True, text=True, check=False, timeout=120
-    )
+    done = subprocess.run([sys.executable, script], cwd=run, capture_output=True, text=True, check=False, timeout=120)
     assert [p.name for p in tmp_path.glob("ran-*")] == []
     assert (done.returncode, done.stdout, done.stderr) == (0, "True\n", ""), "workers took part"
     assert TableStore(tmp_path / "tables").read("requests").height == 30

@@ -14,8 +14,7 @@ def _blis_rates(beta, d, heads, kv_heads, layers, ffn, tp):
         rest, sizes = [0, 0, *beta[2:], 0, 0], (d, heads, kv_heads, layers, ffn, tp)
         phases = [
             tuple(
-                _blis_rates([factor if i == term else 0 for i in range(10)], *sizes)
-                for term in (compute, compute + 8)
+                _blis_rates([factor if i == term else 0 for i in range(10)], *sizes) for term in (compute, compute + 8)
             )
             for compute, factor in enumerate(beta[:2])
         ]

@@ -47,16 +47,12 @@ def test_consumers_are_in_the_order_of_their_names():
     assert list(CONSUMERS) == sorted(CONSUMERS)
 
 
-@pytest.mark.parametrize(
-    ("stated", "used", "size"), [({}, 3, 128), ({}, 20, 16), ({"block_size": 32}, 3, 32)]
-)
+@pytest.mark.parametrize(("stated", "used", "size"), [({}, 3, 128), ({}, 20, 16), ({"block_size": 32}, 3, 32)])
 def test_the_tokens_of_a_block_are_stated_or_those_of_the_steps(stated, used, size):
     """Two requests with 320 tokens in their caches: three blocks of 128, one of them half empty, or 20 of 16."""
     settings = assume_defaults(settings_from({"num_gpu_blocks": 1000, **stated}, where="x", source="read"))
     steps = {"kv_blocks_used": used, "num_prefill_reqs": 0, "num_decode_reqs": 2, "context_tokens": 320}
-    timeline = pl.DataFrame(
-        [{**steps, "kv_blocks_total": None}] * 5, schema_overrides={"kv_blocks_total": pl.Int64}
-    )
+    timeline = pl.DataFrame([{**steps, "kv_blocks_total": None}] * 5, schema_overrides={"kv_blocks_total": pl.Int64})
     context = SimpleNamespace(settings=settings)
     tables, deployment = SimpleNamespace(timeline=timeline), SimpleNamespace(context=context)
     assert block_size(SimpleNamespace(tables=tables, deployment=deployment)) == size

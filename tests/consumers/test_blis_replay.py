@@ -60,7 +60,8 @@ def test_a_long_prompt_is_computed_in_chunks_of_the_budget():
 
 
 def test_the_last_running_request_is_preempted():
-    """6 blocks of 4: two prompts of 8 take 4, their second tokens the others; the sixth token of the first finds none."""
+    """6 blocks of 4: two prompts of 8 take 4, their second tokens the others; the sixth token of the first finds
+    none."""
     replayed = run([(0, 8, 8), (0, 8, 8)], limits=EngineSettings(64, 100, 4, 6))
 
     assert replayed.preemptions == 1

@@ -66,12 +66,9 @@ def test_simplifications_of_blis_are_kept(step, load, gpu):
     loaded = 256 * 2048 + 2048
     weights = 61 * 7168 * (2 * 7168 + 2 * 7168) + 61 * 3 * 7168 * loaded
     bytes_per_weight = deepseek.expert_weight_bytes
-    assert of_deepseek["blis_weight_us"] == pytest.approx(weights * bytes_per_weight / 1000), (
-        "no dense layers"
-    )
+    assert of_deepseek["blis_weight_us"] == pytest.approx(weights * bytes_per_weight / 1000), "no dense layers"
     interleaved = [
-        terms(step, load(name), gpu)["blis_interleaved_moe_layers"]
-        for name in ("llama-4-scout", "llama-4-maverick")
+        terms(step, load(name), gpu)["blis_interleaved_moe_layers"] for name in ("llama-4-scout", "llama-4-maverick")
     ]
     assert interleaved == [24, 16], "of 48 each"
     falcon = load("falcon-7b")
@@ -138,7 +135,8 @@ REQUESTS = {
 
 
 def pairs(prefill_tokens, *requests):
-    """`PAIRS_COLUMN` of steps 1, 2, ... with these prefill tokens; requests as (first step, last step, prompt, more)."""
+    """`PAIRS_COLUMN` of steps 1, 2, ... with these prefill tokens; requests as (first step, last step, prompt,
+    more)."""
     timeline = pl.DataFrame(
         {"step_id": range(1, len(prefill_tokens) + 1), "prefill_tokens": prefill_tokens}
     ).with_columns(run_id=pl.lit("r"), server=pl.lit("s"), epoch=pl.lit(0, pl.Int64))
@@ -180,20 +178,16 @@ def test_prompt_over_a_gap_of_ids_is_in_the_recorded_steps():
 def test_pairs_are_null_where_tokens_do_not_add_up(step, dense, gpu):
     assert pairs([50], (1, 1, 10)) == [None], "40 tokens of a request that is not traced"
     assert pairs([10, 10], (1, 1, 10), (2, 2, 10, {"num_preemptions": 1})) == [150, None]
-    unknown, known = (
-        step.with_columns(pl.lit(v, pl.Float64).alias(PAIRS_COLUMN)) for v in (None, 20 * (30 + 10) / 2)
-    )
+    unknown, known = (step.with_columns(pl.lit(v, pl.Float64).alias(PAIRS_COLUMN)) for v in (None, 20 * (30 + 10) / 2))
     assert terms(unknown, dense, gpu) == terms(known, dense, gpu) == terms(step, dense, gpu)
     more = step.with_columns(pl.lit(400.0 + 1, pl.Float64).alias(PAIRS_COLUMN))
-    found = (
-        terms(more, dense, gpu)["blis_prefill_compute_us"]
-        - terms(known, dense, gpu)["blis_prefill_compute_us"]
-    )
+    found = terms(more, dense, gpu)["blis_prefill_compute_us"] - terms(known, dense, gpu)["blis_prefill_compute_us"]
     assert found == pytest.approx(2 * 4 * 2 * 4 / 1000)
 
 
 def test_roofline_terms_by_hand(dense, gpu):
-    # FFNs have two matrices: 2·8·16 each; 2 layers of projections 192, 2·8 for the position of a token; 5 vector operations a head and pair
+    # FFNs have two matrices: 2·8·16 each; 2 layers of projections 192, 2·8 for the position of a token; 5 vector
+    # operations a head and pair
     per_token = 2 * (2 * 192 + 2 * 8 + 2 * 2 * 8 * 16)
     per_pair = 2 * (4 * 8 + 5 * 2)
     # Two prompts alike: 10 tokens each beside 5 in the cache meet 5 + 9/2.
@@ -211,7 +205,8 @@ def test_roofline_reads_the_experts_that_tokens_choose(moe, gpu):
     def memory(tokens):
         return roofline_shape(moe, gpu, tp=1).terms((0, 0, 0, tokens, 0))[0, 2]
 
-    # k = 2 of N = 4: one token chooses 2, two 3, many 4; of 2·8·6 parameters in 3 layers. Other bytes grow with the tokens alike.
+    # k = 2 of N = 4: one token chooses 2, two 3, many 4; of 2·8·6 parameters in 3 layers. Other bytes grow with the
+    # tokens alike.
     moved_per_token = (3 * 2 * 8 * 2 + 3 * 8 * 2) / 1000
     expert = 3 * 2 * 8 * 6 * 2 / 1000
     assert memory(2) - memory(1) == pytest.approx(1 * expert + moved_per_token)

@@ -1,7 +1,7 @@
 """Exports, each evaluated by the consumer's published formula written down here, on tables read row by row.
 
-The run is `fixtures/generated/llama-8b-linear`: a step takes 7,000 us + 26 per prefill token + 15 per decode request + 0.003 per
-context token + 40 per prefill request; the API works 1,450 us on a request.
+The run is `fixtures/generated/llama-8b-linear`: a step takes 7,000 us + 26 per prefill token + 15 per decode request +
+0.003 per context token + 40 per prefill request; the API works 1,450 us on a request.
 """
 
 from __future__ import annotations
@@ -65,9 +65,7 @@ def exported(made, tmp_path_factory):
 
 
 def _table(made, name):
-    return pl.concat(
-        [pl.read_parquet(p) for p in (made / "tables" / name).rglob("*.parquet")], how="diagonal_relaxed"
-    )
+    return pl.concat([pl.read_parquet(p) for p in (made / "tables" / name).rglob("*.parquet")], how="diagonal_relaxed")
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +89,8 @@ def _error(result, what):
 
 
 def _prefill_chunks(made):
-    """Tokens computed and prompt length of every prefill of a step, request by request: those scheduled first come first."""
+    """Tokens computed and prompt length of every prefill of a step, request by request: those scheduled first come
+    first."""
     prefill = dict(_table(made, "timeline").select("step_id", "prefill_tokens").iter_rows())
     requests = _table(made, "requests").drop_nulls(["first_token_step"]).sort("first_scheduled_ns")
     chunks = {}
@@ -171,16 +170,15 @@ def test_blis_step_error_is_that_of_its_formula(made, steps, exported):
 
 @pytest.fixture(scope="module")
 def replayed(made, exported, blis_rates):
-    """Return the requests that count in the hold-out and their replay: the file's numbers through BLIS's queue, scheduler and cache."""
+    """Return the requests that count in the hold-out and their replay: the file's numbers through BLIS's queue,
+    scheduler and cache."""
     coefficients = _coefficients(exported("blis")[1])
     requests = _table(made, "requests").drop_nulls(["arrival_ns", "first_token_ns"]).sort("arrival_ns")
     latencies = replay_as_blis(
         ((requests["arrival_ns"] - requests["arrival_ns"][0]).to_numpy() / 1e3).round().astype(np.int64),
         requests["prompt_tokens"].to_numpy(),
         requests["output_tokens"].fill_null(1).clip(lower_bound=1).to_numpy(),
-        blis_rates(
-            coefficients["beta_coeffs"], *(SETTINGS[size] for size in ("d", "H", "kv", "L", "ff", "tp"))
-        ),
+        blis_rates(coefficients["beta_coeffs"], *(SETTINGS[size] for size in ("d", "H", "kv", "L", "ff", "tp"))),
         tuple(coefficients["alpha_coeffs"]),
         EngineSettings(64, 2048, 16, 4096),
     )
@@ -206,7 +204,8 @@ def test_blis_replay_follows_the_gaps_between_tokens(exported):
 
 @pytest.mark.slow
 def test_blis_registry_notes_coefficients_that_do_not_transfer(exported):
-    """With ten coefficients, prefill compute is 0 and prefill KV hundreds of times nominal: that holds only for this run."""
+    """With ten coefficients, prefill compute is 0 and prefill KV hundreds of times nominal: that holds only for this
+    run."""
     notes = exported("blis-registry")[0].notes
     assert any(note.startswith("no transfer: beta8 (prefill KV) is ") for note in notes)
     assert not any(note.startswith("no transfer") for note in exported("blis")[0].notes)
@@ -314,13 +313,12 @@ def test_blis_alpha_is_0_without_requests(tmp_path):
 
 @pytest.fixture(scope="module")
 def bound_run(tmp_path_factory):
-    """Steps that take the larger of compute and memory time, at 55 % of the peak and 75 % of the bandwidth, and nothing else."""
+    """Steps that take the larger of compute and memory time, at 55 % of the peak and 75 % of the bandwidth, and nothing
+    else."""
     out = tmp_path_factory.mktemp("bound")
     law = RooflineLaw(MODELS["llama-8b"], GPUS["H100"], base_us=0.0, per_req_us=0.0)
     run = synth(SynthOptions(name="bound", seed=3, requests=350, rate_per_s=20.0, law=law))
-    tracefit.run(
-        [write_run(run, out)], out / "made", options=tracefit.TrainOptions(features="batch", fast=True)
-    )
+    tracefit.run([write_run(run, out)], out / "made", options=tracefit.TrainOptions(features="batch", fast=True))
     return out / "made"
 
 
@@ -341,7 +339,8 @@ def test_blis_roofline_is_chosen_where_steps_follow_it(bound_run, tmp_path):
 
 @pytest.mark.slow
 def test_blis_roofline_takes_alpha_through_a_pool(bound_run, tmp_path):
-    """`--latency-model roofline` ends with "--alpha-coeffs/--beta-coeffs cannot be used"; a decode instance's own backend does not."""
+    """`--latency-model roofline` ends with "--alpha-coeffs/--beta-coeffs cannot be used"; a decode instance's own
+    backend does not."""
     result = export(bound_run, "blis", tmp_path)
     (replayed,) = (note for note in result.notes if note.startswith("replay of the traced requests: "))
     for command in (result.usage, replayed):
@@ -524,15 +523,14 @@ def test_dynamo_mocker_axes_rise(grid):
 
 @pytest.mark.parametrize(("kind", "prefills"), [("decode", False), ("prefill and decode", True)])
 def test_dynamo_mocker_error_is_that_of_its_interpolation(exported, steps, grid, kind, prefills):
-    """Linear over tokens and bilinear over (tokens in caches, tokens per request), beyond the grid too; at least 1 ms."""
+    """Linear over tokens and bilinear over (tokens in caches, tokens per request), beyond the grid too; at least 1
+    ms."""
     outside = {"bounds_error": False, "fill_value": None}
     axes = (grid["decode_active_kv_tokens"], grid["decode_context_length"])
     itl = RegularGridInterpolator(axes, grid["decode_itl"], **outside)
     ttft = RegularGridInterpolator((grid["prefill_isl"],), grid["prefill_ttft_ms"], **outside)
     rows = steps.filter(pl.col("num_decode_reqs") > 0, (pl.col("prefill_tokens") > 0) == prefills)
-    tokens, active, batch = (
-        rows[c].to_numpy() for c in ("prefill_tokens", "context_tokens", "num_decode_reqs")
-    )
+    tokens, active, batch = (rows[c].to_numpy() for c in ("prefill_tokens", "context_tokens", "num_decode_reqs"))
     predicted = np.maximum(itl(np.column_stack([active, active / batch])), 1.0)
     if prefills:
         predicted += np.maximum(ttft(tokens[:, None]), 0.0)
@@ -549,7 +547,8 @@ def test_dynamo_mocker_file_has_no_time_of_day(made, exported, tmp_path):
 
 
 def test_dynamo_mocker_itself_runs_on_the_grids(exported):
-    """One request in its engine: 500 prompt tokens at 26 us and 40 for the prompt, then 99 tokens at 7,015 us and 0.003 per token in cache."""
+    """One request in its engine: 500 prompt tokens at 26 us and 40 for the prompt, then 99 tokens at 7,015 us and 0.003
+    per token in cache."""
     core = pytest.importorskip("dynamo._core")
     profile = {
         "type": "external",
@@ -575,7 +574,8 @@ def _planner(folder, name):
 
 
 def test_dynamo_planner_gets_measured_steps(exported):
-    """As `_extract_fpms_from_benchmark` of ai-dynamo 1.6.1 reads them; 7,000 us and 15 a request, 0.003 a token in cache."""
+    """As `_extract_fpms_from_benchmark` of ai-dynamo 1.6.1 reads them; 7,000 us and 15 a request, 0.003 a token in
+    cache."""
     results = _planner(exported("dynamo-planner")[1], "benchmark_results")["results"]
     records = {result["point"]["point_type"]: result["fpms"] for result in results}["decode"]
     batches = [record["scheduled_requests"] for record in records]
@@ -624,11 +624,7 @@ def _fpm_table(folder):
 def _linear_ms(rows):
     decode = 0.015 * pl.col("batch_size") + 3e-6 * pl.col("total_kv_read_tokens")
     prefill = 0.026 * pl.col("total_prefill_tokens") + 0.04 * pl.col("batch_size")
-    return (
-        rows.select(7 + pl.when(workload_kind="prefill").then(prefill).otherwise(decode))
-        .to_series()
-        .to_numpy()
-    )
+    return rows.select(7 + pl.when(workload_kind="prefill").then(prefill).otherwise(decode)).to_series().to_numpy()
 
 
 @pytest.mark.parametrize(
@@ -691,9 +687,7 @@ def test_aisimulate_itself_predicts_from_the_table(made, tmp_path):
         expected = 7 + 0.015 * batch + 3e-6 * cached
         assert model.predict_decode_latency_total(batch, cached) == pytest.approx(expected, rel=0.02)
     for tokens in (100, 1500):
-        assert model.predict_prefill_latency_total(1, tokens, 0) == pytest.approx(
-            7.04 + 0.026 * tokens, rel=0.02
-        )
+        assert model.predict_prefill_latency_total(1, tokens, 0) == pytest.approx(7.04 + 0.026 * tokens, rel=0.02)
 
 
 @pytest.fixture(scope="module")
@@ -849,7 +843,8 @@ def test_traces_without_journeys_are_refused_with_a_hint(tmp_path, new_traces):
 
 @pytest.mark.slow
 def test_blis_weighting_replays_training_requests_best(tmp_path):
-    """On a roofline half the weight on prefill made decode 3 % short; what is chosen keeps ITL and E2E, both light and heavy."""
+    """On a roofline half the weight on prefill made decode 3 % short; what is chosen keeps ITL and E2E, both light and
+    heavy."""
     folder = write_run(
         synth(SynthOptions(name="roofline", seed=5, requests=350, law="roofline")),
         tmp_path,

@@ -1,8 +1,8 @@
 """Every `use` line: run as printed where its program is at hand, parsed against what its program documents where not.
 
-BLIS: `blis run --help` and `blis replay --help` of August 2026 (commit f90a1e3a), run where BLIS=folder or ../shared/tools has it.
-llm-d-inference-sim: docs/configuration.md and docs/latency-simulation.md of v0.10.0 and v0.9.2. Dynamo's mocker: its CLI reference, v1.4.
-vllm-vcr: `src/lib.rs` of August 2026.
+BLIS: `blis run --help` and `blis replay --help` of August 2026 (commit f90a1e3a), run where BLIS=folder or
+../shared/tools has it. llm-d-inference-sim: docs/configuration.md and docs/latency-simulation.md of v0.10.0 and v0.9.2.
+Dynamo's mocker: its CLI reference, v1.4. vllm-vcr: `src/lib.rs` of August 2026.
 """
 
 from __future__ import annotations
@@ -51,9 +51,7 @@ BLIS_SERVER = {
     "--max-model-len": int,
 }
 BLIS_RUN = {"--rate": float, "--num-requests": int} | {
-    f"--{phase}-tokens{what}": int
-    for phase in ("prompt", "output")
-    for what in ("", "-stdev", "-min", "-max")
+    f"--{phase}-tokens{what}": int for phase in ("prompt", "output") for what in ("", "-stdev", "-min", "-max")
 }
 BLIS_REPLAY = {"--trace-header": Path, "--trace-data": Path}
 MOCKER = {
@@ -163,7 +161,8 @@ def test_our_replay_is_what_blis_computes(exported, blis_rates, tmp_path, blocks
     """To the microsecond where memory suffices; where it preempts, to 0.1 % of E2E."""
     result, _ = exported("blis")
     if eight:
-        # At 2.5 times the KV time beside the compute, short contexts are bound by one of them and long ones by the other.
+        # At 2.5 times the KV time beside the compute, short contexts are bound by one of them and long ones by the
+        # other.
         text = (result.files[0].parent / "defaults.yaml").read_text()
         given = re.sub(r"beta_coeffs: .*", "beta_coeffs: [0.9, 2.5, 0, 0.5, 0, 12, 7180, 0]", text)
         (result.files[0].parent / "defaults.yaml").write_text(given)
@@ -191,7 +190,8 @@ def test_our_replay_is_what_blis_computes(exported, blis_rates, tmp_path, blocks
 @pytest.mark.slow
 @needs_blis
 def test_blis_by_roofline_is_our_replay(tmp_path):
-    """One decode instance by roofline: to the microsecond what we replay, and without alpha what `--latency-model roofline` gives."""
+    """One decode instance by roofline: to the microsecond what we replay, and without alpha what `--latency-model
+    roofline` gives."""
     law = RooflineLaw(MODELS["llama-8b"], GPUS["H100"], base_us=0.0, per_req_us=0.0)
     run = synth(SynthOptions(name="bound", seed=3, requests=350, rate_per_s=20.0, law=law))
     tracefit.run([write_run(run, tmp_path)], tmp_path / "made", options=tracefit.TrainOptions(fast=True))
@@ -319,9 +319,7 @@ def test_check_without_blis_skips_and_counts(tmp_path):
     env = {**os.environ, "BLIS": str(tmp_path)}
     done = subprocess.run(words, capture_output=True, text=True, check=False, env=env)
     assert done.returncode == 0
-    assert re.fullmatch(
-        rf"skipped: \d+ replays, no blis in {re.escape(str(tmp_path))} \(BLIS=folder\)\n", done.stdout
-    )
+    assert re.fullmatch(rf"skipped: \d+ replays, no blis in {re.escape(str(tmp_path))} \(BLIS=folder\)\n", done.stdout)
 
 
 def test_the_page_and_the_readme_state_the_numbers_of_the_replay_figure():

@@ -68,9 +68,7 @@ def test_the_larger_of_two_sums_is_split_into_its_addends():
     )
     prompts = [0] * 10 + [7] * 10
     # 2 (0 + 2) = 4 below 30 + 10 = 40; 2 (70 + 2) = 144 above it.
-    steps = _steps(
-        measured_ms=[5.0] * 10 + [15.4] * 10, prefill_tokens=prompts, bound=[40.0] * 10 + [144.0] * 10
-    )
+    steps = _steps(measured_ms=[5.0] * 10 + [15.4] * 10, prefill_tokens=prompts, bound=[40.0] * 10 + [144.0] * 10)
     found = step_breakdown(model, steps)
     first, last = ({name: values[k] for name, values in found.parts.items()} for k in (0, -1))
     zero = {"prompt tokens": 0.0, "generated tokens": 0.0}
@@ -106,7 +104,8 @@ def test_parts_add_up_to_the_predictions_of_the_model(trained):
 
 
 def test_the_batch_of_a_step_is_the_one_that_executed():
-    """Scheduling runs a step ahead: step 2 executes the batch of step 1. An interval of several steps has no one batch."""
+    """Scheduling runs a step ahead: step 2 executes the batch of step 1. An interval of several steps has no one
+    batch."""
     where = {"run_id": "r", "server": "s", "epoch": 0}
     steps = pl.DataFrame([{**where, "step_id": 1 + k, "source": "adjacent"} for k in range(3)])
     steps = pl.concat([steps, steps.tail(1).with_columns(source=pl.lit("interval"))])

@@ -1,4 +1,5 @@
-"""A shell whose `tracefit` and `python` are this process: a page has dozens of commands, and each would import for a second."""
+"""A shell whose `tracefit` and `python` are this process: a page has dozens of commands, and each would import for a
+second."""
 
 from __future__ import annotations
 

@@ -35,9 +35,7 @@ def example(tmp_path):
 
 
 def test_the_worked_example_is_what_it_says(example):
-    sum_, products, result = re.search(
-        r"^(7000 \+ .*) = (7000 .*) = ([\d.]+) us$", PAGE, re.MULTILINE
-    ).groups()
+    sum_, products, result = re.search(r"^(7000 \+ .*) = (7000 .*) = ([\d.]+) us$", PAGE, re.MULTILINE).groups()
     by_hand = 0.0
     for addend in sum_.split(" + "):
         product = 1.0

@@ -66,10 +66,7 @@ def test_commands_are_in_blocks_that_are_run(page):
     """A block without a language, or in another, holds no command of ours."""
     for block in _blocks(page):
         if block["kind"] not in COMMAND_KINDS:
-            assert (
-                not re.search(r"^\$? ?(tracefit|vllm|make) ", block["code"], re.MULTILINE)
-                or block["kind"] == "text"
-            )
+            assert not re.search(r"^\$? ?(tracefit|vllm|make) ", block["code"], re.MULTILINE) or block["kind"] == "text"
 
 
 def test_pages_write_into_folders_of_their_own():
@@ -114,9 +111,7 @@ def test_the_page_on_tables_reads_what_run_wrote(trained, tmp_path, monkeypatch,
     monkeypatch.chdir(tmp_path)
     blocks = _blocks(ROOT / "docs" / "how-to" / "read-tables.md")
     sql = [b["code"] for b in blocks if b["kind"] == "sql"]
-    python = [
-        b["code"] for b in blocks if b["kind"] == "python" and ("pandas" in b["code"]) == (reader == "pandas")
-    ]
+    python = [b["code"] for b in blocks if b["kind"] == "python" and ("pandas" in b["code"]) == (reader == "pandas")]
     if reader == "duckdb":
         (row,) = library.sql(sql[0]).fetchall()
         assert row[:2] == ("busy", 90)

@@ -122,9 +122,7 @@ def test_what_has_no_journeys_says_so(tmp_path, new_traces, quick):
         {},
         "the traces hold no journeys of requests",
     )
-    assert (
-        "Not composed: the traces hold no journeys of requests." in (tmp_path / "out/report.md").read_text()
-    )
+    assert "Not composed: the traces hold no journeys of requests." in (tmp_path / "out/report.md").read_text()
 
 
 @pytest.fixture(scope="module")
@@ -175,7 +173,8 @@ def test_scheduling_ahead_is_composed_of_token_cycles(tmp_path, new_traces, quic
 
 @pytest.mark.slow
 def test_a_refit_on_the_hold_out_takes_away_what_changed_with_it(tmp_path, new_traces, quick):
-    """The machine takes 0.8 of the time from there on: forecasts are a quarter too long, the same terms fitted there not."""
+    """The machine takes 0.8 of the time from there on: forecasts are a quarter too long, the same terms fitted there
+    not."""
     folder = new_traces().load(late=0.8).write(tmp_path / "faster")
     tracefit.run([folder], tmp_path / "out", options=quick)
     errors = _latency(tmp_path / "out")["itl"]
@@ -194,9 +193,7 @@ def test_a_refit_on_the_hold_out_leaves_what_no_batch_tells(tmp_path, new_traces
     tracefit.run([folder], tmp_path / "out", options=quick)
     errors = _latency(tmp_path / "out")["itl"]
     assert errors["given_measured_state"]["mape_pct"] > 5
-    assert errors["refit_on_holdout"]["mape_pct"] == pytest.approx(
-        errors["given_measured_state"]["mape_pct"], rel=0.2
-    )
+    assert errors["refit_on_holdout"]["mape_pct"] == pytest.approx(errors["given_measured_state"]["mape_pct"], rel=0.2)
 
 
 @pytest.mark.slow
@@ -215,7 +212,8 @@ def test_requests_without_enough_evidence_are_counted(planted):
 
 
 def test_the_error_of_predict_is_above_that_in_hindsight(trained):
-    """Each held-out request is put to the published files by itself, with its lengths, the queue and the batch it met."""
+    """Each held-out request is put to the published files by itself, with its lengths, the queue and the batch it
+    met."""
     met = _table(trained, "alpha_training").filter(target="queue_wait")
     met = met.select("waiting_depth", "running_depth", core_request_id="request_id")
     rows = pl.DataFrame(_held_out(trained)).join(met, on="core_request_id", how="left")
@@ -245,8 +243,6 @@ def test_the_error_of_predict_is_above_that_in_hindsight(trained):
 
 @pytest.mark.parametrize("deployment", range(2))
 def test_the_generated_reference_runs_reach_three_percent(deployment):
-    latency = json.loads((ROOT / "fixtures/models/evaluation.json").read_text())["deployments"][deployment][
-        "latency"
-    ]
+    latency = json.loads((ROOT / "fixtures/models/evaluation.json").read_text())["deployments"][deployment]["latency"]
     for name in ("itl", "e2e"):
         assert latency[name]["given_measured_state"]["mape_pct"] <= 3

@@ -14,9 +14,7 @@ NOTEBOOK = ROOT / "docs/notebook.ipynb"
 
 def _printed(notebook):
     """Return the numbers that cells print, in order."""
-    texts = [
-        o["text"] for cell in notebook.cells for o in cell.get("outputs", ()) if o.get("name") == "stdout"
-    ]
+    texts = [o["text"] for cell in notebook.cells for o in cell.get("outputs", ()) if o.get("name") == "stdout"]
     return [float(number) for text in texts for number in re.findall(r"\d+(?:\.\d+)?", text)]
 
 

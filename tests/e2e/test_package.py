@@ -39,9 +39,7 @@ def wheel(tmp_path_factory):
     _run(sys.executable, "-c", BUILD.format(kind="sdist"), root, cwd=root / "tree")
     (packed,) = root.glob("*.tar.gz")
     _run("tar", "xzf", packed, cwd=root)
-    _run(
-        sys.executable, "-c", BUILD.format(kind="wheel"), root, cwd=root / packed.name.removesuffix(".tar.gz")
-    )
+    _run(sys.executable, "-c", BUILD.format(kind="wheel"), root, cwd=root / packed.name.removesuffix(".tar.gz"))
     (built,) = root.glob("*.whl")
     return built
 
@@ -109,21 +107,16 @@ def _opens(page, folder):
 
 @pytest.mark.slow
 def test_the_wheel_runs_the_main_job_outside_the_checkout(tmp_path, wheel):
-    """Libraries come from the environment of the tests, so that no index is needed; tracefit comes only from the wheel."""
+    """Libraries come from the environment of the tests, so that no index is needed; tracefit comes only from the
+    wheel."""
     _run(sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv", cwd=tmp_path)
     python = tmp_path / "venv/bin/python"
     pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", python)
     _run(*pip, "install", "--quiet", "--no-deps", "--no-index", wheel, cwd=tmp_path)
     libraries = Path(sysconfig.get_path("purelib"))
-    own = Path(
-        _run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=tmp_path).strip()
-    )
+    own = Path(_run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=tmp_path).strip())
     for library in libraries.iterdir():
-        if (
-            "tracefit" not in library.name
-            and not library.name.endswith(".pth")
-            and not (own / library.name).exists()
-        ):
+        if "tracefit" not in library.name and not library.name.endswith(".pth") and not (own / library.name).exists():
             (own / library.name).symlink_to(library)
     tool = tmp_path / "venv/bin/tracefit"
     where = _run(python, "-c", "import tracefit; print(tracefit.__file__)", cwd=tmp_path)
@@ -132,9 +125,7 @@ def test_the_wheel_runs_the_main_job_outside_the_checkout(tmp_path, wheel):
     _run(tool, "run", ROOT / "fixtures/runs/h100-codellama-34b-tp2-general", "--out", "out", cwd=tmp_path)
     (model,) = json.loads((tmp_path / "out/models/beta.json").read_text())["models"]
     (shipped,) = (
-        m
-        for m in json.loads((ROOT / "models/beta.json").read_text())["models"]
-        if "codellama" in m["deployment_id"]
+        m for m in json.loads((ROOT / "models/beta.json").read_text())["models"] if "codellama" in m["deployment_id"]
     )
     assert model["intercept"]["value"] == pytest.approx(shipped["intercept"]["value"], rel=1e-6)
     _opens(tmp_path / "out/report.html", tmp_path)

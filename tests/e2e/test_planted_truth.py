@@ -92,9 +92,7 @@ def test_the_step_clock_gives_the_generators_own_step_times(tmp_path: Path) -> N
     tracefit.ingest([folder], tmp_path / "tables")
     timeline = pl.read_parquet(tmp_path / "tables/timeline/run_id=clock/*.parquet")
     with gzip.open(folder / "truth_steps.csv.gz", "rt") as stream:
-        truth = {
-            int(row["step_id"]): float(row["cycle_us"]) for row in csv.DictReader(stream) if row["cycle_us"]
-        }
+        truth = {int(row["step_id"]): float(row["cycle_us"]) for row in csv.DictReader(stream) if row["cycle_us"]}
     known = timeline.filter(pl.col("cycle_us").is_not_null() & ~pl.col("idle_after"))
     assert known.height > 500
     for step, cycle in known.select("step_id", "cycle_us").iter_rows():

@@ -1,6 +1,8 @@
-"""The recipe of a report closes the loop: a short recording of one rate, then one as its report says, then a yes on every use.
+"""The recipe of a report closes the loop: a short recording of one rate, then one as its report says, then a yes on
+every use.
 
-The generator is the server. The recipe is read from evaluation.json, as a program that drives a load generator reads it.
+The generator is the server. The recipe is read from evaluation.json, as a program that drives a load generator reads
+it.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ if TYPE_CHECKING:
 
 USES = ("simulation", "capacity planning", "autoscaling", "alerting")
 SLOWER = 5
-"""Factor on the times of a law: the generator simulates every step, and a slower server has fewer of them in ten minutes."""
+"""Factor on the times of a law: the generator simulates every step, and a slower server has fewer of them in ten
+minutes."""
 PAUSE_S = 20.0
 """Mean time from one call of the load generator to the next, in which the queue empties."""
 
@@ -72,9 +75,7 @@ def _as_said(law, record):
     phases = []
     for k in range(record["rounds"]):
         for one in record["stretches"]:
-            lengths = [
-                _uniform(one[f"{kind}_tokens"], one[f"{kind}_spread"]) for kind in ("prompt", "output")
-            ]
+            lengths = [_uniform(one[f"{kind}_tokens"], one[f"{kind}_spread"]) for kind in ("prompt", "output")]
             name = f"{one['seeds'][k]}"
             phases += [LengthPhase(f"before {name}", 1.0, 1 / PAUSE_S, *lengths)]
             phases += [LengthPhase(name, one["requests"] - 1.0, one["requests_per_s"], *lengths)]

@@ -43,9 +43,7 @@ def test_a_fixture_yields_what_the_generator_put_in(remade: dict[str, Path], nam
     run, wanted = name.removeprefix("generated/"), EXPECTED[name]
     tables = remade["generated"] / "tables"
     row = pl.read_parquet(tables / f"runs/run_id={run}/*.parquet").row(0, named=True)
-    assert {k: row[k] for k in ("spans", "steps", "requests")} == {
-        k: wanted[k] for k in ("spans", "steps", "requests")
-    }
+    assert {k: row[k] for k in ("spans", "steps", "requests")} == {k: wanted[k] for k in ("spans", "steps", "requests")}
     assert json.loads(row["events"]) == wanted["events"]
     requests = pl.read_parquet(tables / f"requests/run_id={run}/*.parquet")
     assert requests["output_tokens"].sum() == wanted["output_tokens"]
@@ -119,9 +117,7 @@ def _parses(line: bytes) -> bool:
 
 def _spans(line: bytes) -> int:
     return sum(
-        len(scope["spans"])
-        for resource in json.loads(line)["resourceSpans"]
-        for scope in resource["scopeSpans"]
+        len(scope["spans"]) for resource in json.loads(line)["resourceSpans"] for scope in resource["scopeSpans"]
     )
 
 
@@ -151,9 +147,7 @@ def _assert_same(left: Any, right: Any, where: str) -> None:
 
 
 def test_tables_of_results_are_the_shipped_evaluations() -> None:
-    rows, logged = (
-        _rows(ROOT / name) for name in ("models/evaluation.json", "models/logged/evaluation.json")
-    )
+    rows, logged = (_rows(ROOT / name) for name in ("models/evaluation.json", "models/logged/evaluation.json"))
     wanted = [[row for row in rows if (".no-gpu." in row) is without] for without in (False, True)] + [logged]
     page = (ROOT / "docs/explanation/results.md").read_text()
     parts = re.findall(
@@ -206,9 +200,7 @@ def _written(value: float | None) -> str:
         ("docs/coefficients.md", 4_000),
     ],
 )
-def test_the_pages_python_evaluates_a_file_without_tracefit(
-    tmp_path: Path, page: str, expected: float
-) -> None:
+def test_the_pages_python_evaluates_a_file_without_tracefit(tmp_path: Path, page: str, expected: float) -> None:
     """Run as a user would who copied the one file: the library cannot be imported."""
     (code,) = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
     shutil.copy(ROOT / "pipeline/tracefit/evaluator.py", tmp_path)

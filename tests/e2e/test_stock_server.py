@@ -1,4 +1,5 @@
-"""An unmodified server, which sends one span for each request: its latencies are predicted, and its exports made, as any other's."""
+"""An unmodified server, which sends one span for each request: its latencies are predicted, and its exports made, as
+any other's."""
 
 from __future__ import annotations
 
@@ -44,8 +45,7 @@ def test_latencies_are_predicted_on_arrival_and_in_hindsight(made):
         assert given["n"] >= latency["predicted"]["n"], name
         assert given["mdape_pct"] < 5, name
     assert (
-        deployment["latency"]["ttft"]["predicted"]["mdape_pct"]
-        < deployment["latency"]["ttft"]["baseline"]["mdape_pct"]
+        deployment["latency"]["ttft"]["predicted"]["mdape_pct"] < deployment["latency"]["ttft"]["baseline"]["mdape_pct"]
     )
     assert {r["latency"] for r in deployment["requests"]} == {"ttft", "itl", "e2e"}
 

@@ -1,4 +1,5 @@
-"""Several engines in one file, and loads that bend the laws, against the generator's truth: a tenth of the steps sampled."""
+"""Several engines in one file, and loads that bend the laws, against the generator's truth: a tenth of the steps
+sampled."""
 
 from __future__ import annotations
 

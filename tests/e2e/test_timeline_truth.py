@@ -1,4 +1,5 @@
-"""The timeline against the generator's own: batches inferred from only the journeys, and models trained on few steps."""
+"""The timeline against the generator's own: batches inferred from only the journeys, and models trained on few
+steps."""
 
 from __future__ import annotations
 
@@ -21,9 +22,7 @@ COUNTS = ("num_prefill_reqs", "num_decode_reqs", "prefill_tokens", "decode_token
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("num_blocks", "least"), [pytest.param(4_097, 0.995, marks=pytest.mark.slow), (400, 0.97)]
-)
+@pytest.mark.parametrize(("num_blocks", "least"), [pytest.param(4_097, 0.995, marks=pytest.mark.slow), (400, 0.97)])
 def test_composition_follows_from_the_journeys_alone(tmp_path: Path, num_blocks: int, least: float) -> None:
     run = synth(SynthOptions(seed=41, requests=500, num_blocks=num_blocks))
     assert (run.truth_steps["num_preempted"].sum() > 0) == (num_blocks == 400)

@@ -37,7 +37,8 @@ def bytes_of():
 
 @pytest.fixture(scope="session")
 def read_by_one(once, small_pieces, new_traces):
-    """Return a folder of five runs that no test changes, and the bytes of its tables as one worker writes them in small pieces."""
+    """Return a folder of five runs that no test changes, and the bytes of its tables as one worker writes them in small
+    pieces."""
 
     def fill(root):
         ingest([_write_fleet(root / "runs", new_traces)], root / "tables", workers=1, options=small_pieces)

@@ -1,4 +1,5 @@
-"""Small runs are built together, as rows of the same frames: each gets the same tables as by itself, and fails by itself."""
+"""Small runs are built together, as rows of the same frames: each gets the same tables as by itself, and fails by
+itself."""
 
 from __future__ import annotations
 
@@ -104,9 +105,7 @@ def test_a_run_that_fails_in_a_fleet_costs_itself(tmp_path, fleet, bytes_of, mon
     result = ingest([fleet], tmp_path / "tables", workers=1)
     assert [line.partition(":")[0] for line in result.failed] == ["c"]
     assert TableStore(tmp_path / "tables").runs() == ["a", "b", "d", "e"]
-    others = {
-        name: digest for name, digest in bytes_of(tmp_path / "whole").items() if "run_id=c/" not in name
-    }
+    others = {name: digest for name, digest in bytes_of(tmp_path / "whole").items() if "run_id=c/" not in name}
     assert bytes_of(tmp_path / "tables") == others
 
 

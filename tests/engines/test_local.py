@@ -103,9 +103,7 @@ def test_a_large_run_has_the_same_tables(tmp_path, fleet, bytes_of):
 
 @pytest.mark.slow
 def test_ready_runs_are_shared_out_to_all_workers(tmp_path, fleet):
-    built = [
-        n for name, n in _kinds(_recorded(fleet, tmp_path / "tables", workers=2)) if name == "build_runs"
-    ]
+    built = [n for name, n in _kinds(_recorded(fleet, tmp_path / "tables", workers=2)) if name == "build_runs"]
     assert built == [3, 1, 1]  # half of five, then half of the two that are left
 
 
@@ -118,8 +116,8 @@ def test_small_runs_fill_jobs_as_long_as_the_others_have_work(tmp_path, new_trac
     options = replace(EVERY_BYTE, block_bytes=2 * size)
     engine = _recorded(tmp_path / "runs", tmp_path / "tables", options, workers=workers)
     built = [n for name, n in _kinds(engine) if name == "build_runs"]
-    # Three blocks of two runs. When fewer than twelve are left, two workers each take half of those that wait, rounded up:
-    # of 6, of 3 + 4, of 3 + 2, of 2, of 1.
+    # Three blocks of two runs. When fewer than twelve are left, two workers each take half of those that wait, rounded
+    # up: of 6, of 3 + 4, of 3 + 2, of 2, of 1.
     assert built == [6, 6, *last]
 
 
@@ -133,9 +131,7 @@ def _builds(engine):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ended_last_first", [False, True])
-def test_all_workers_build_a_run_that_would_end_after_the_others(
-    tmp_path, fleet, small_pieces, ended_last_first
-):
+def test_all_workers_build_a_run_that_would_end_after_the_others(tmp_path, fleet, small_pieces, ended_last_first):
     options = replace(small_pieces, bytes_per_worker=(fleet / "a" / "traces.json").stat().st_size // 4)
     how = {"workers": 12, "ended_last_first": ended_last_first}
     *others, last = _builds(_recorded(fleet, tmp_path / "tables", options, **how))

@@ -78,9 +78,7 @@ def test_ray_started_here_writes_the_same_bytes(tmp_path, fleet, bytes_of, expec
     assert not ray.is_initialized()
 
 
-def test_a_cluster_of_three_nodes_writes_the_same_bytes(
-    tmp_path, fleet, bytes_of, expected, cluster, monkeypatch
-):
+def test_a_cluster_of_three_nodes_writes_the_same_bytes(tmp_path, fleet, bytes_of, expected, cluster, monkeypatch):
     monkeypatch.chdir(tmp_path)  # workers have a working folder of their own
     result = ingest([fleet], "tables", engine=EngineChoice("ray", cluster.address), options=MANY_BLOCKS)
     assert len(result.runs) == 5

@@ -72,9 +72,7 @@ def test_workers_get_small_runs_together_and_each_gets_some(tables):
     store = TableStore(tables)
     for workers, expected in ((1, [5]), (2, [3, 2]), (9, [1] * 5)):
         jobs.clear()
-        assert [run for run, _ in each_run(Recorded(workers), frames_of, store, store.runs())] == list(
-            "abcde"
-        )
+        assert [run for run, _ in each_run(Recorded(workers), frames_of, store, store.runs())] == list("abcde")
         assert [len(runs) for runs in jobs] == expected
 
 

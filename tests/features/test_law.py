@@ -54,7 +54,8 @@ def test_a_step_with_prompts_launches_its_kernels_by_its_tokens():
 
 
 def test_experts_are_read_as_often_as_evenly_chosen_ones_are_met():
-    # Of 8 experts 2 tokens miss (3/4)^2 each: 3.5 are read, of 3 x 2048 x 768 numbers of 2 bytes, in 4 layers at 3,350 GB/s.
+    # Of 8 experts 2 tokens miss (3/4)^2 each: 3.5 are read, of 3 x 2048 x 768 numbers of 2 bytes, in 4 layers at 3,350
+    # GB/s.
     terms = _terms(_server())
     assert terms["moe_expert_read_us"] == pytest.approx(4 * 3.5 * 3 * 2048 * 768 * 2 / 3350e3, rel=1e-6)
     assert terms["narrow_expert_read_us"] == 0

@@ -1,4 +1,5 @@
-"""Roofline terms, by hand arithmetic on a GPU of 1000 FLOP/us and 1000 bytes/us; and the formulas that files carry of them."""
+"""Roofline terms, by hand arithmetic on a GPU of 1000 FLOP/us and 1000 bytes/us; and the formulas that files carry of
+them."""
 
 from __future__ import annotations
 
@@ -101,43 +102,31 @@ def test_window_caps_reads_and_pairs_of_its_layers(step, dense, gpu, with_attent
 
 
 @pytest.mark.parametrize(("windows", "context_layers"), [((0, None), 1), ((0, 0), 0)])
-def test_layers_of_linear_attention_have_no_context(
-    step, dense, gpu, with_attention, windows, context_layers
-):
+def test_layers_of_linear_attention_have_no_context(step, dense, gpu, with_attention, windows, context_layers):
     computed = terms(step, with_attention(dense, windows=windows), gpu)
 
     assert computed["prefill_kv_write_us"] == pytest.approx(context_layers * 20 * 16 / 1000)
     assert computed["decode_kv_read_us"] == pytest.approx(context_layers * 3 * 10 * 16 / 1000)
-    assert computed["decode_compute_us"] == pytest.approx(
-        (3 * 2304 + context_layers * 3 * 10 * 32 + 3 * 160) / 1000
-    )
+    assert computed["decode_compute_us"] == pytest.approx((3 * 2304 + context_layers * 3 * 10 * 32 + 3 * 160) / 1000)
     assert computed["layers"] == 2.0
 
 
 def test_latent_attention_is_whole_on_every_rank(step, dense, gpu, with_attention):
-    latent = LatentAttention(
-        q_lora_rank=None, kv_lora_rank=6, qk_nope_head_dim=3, qk_rope_head_dim=2, v_head_dim=4
-    )
+    latent = LatentAttention(q_lora_rank=None, kv_lora_rank=6, qk_nope_head_dim=3, qk_rope_head_dim=2, v_head_dim=4)
     arch = with_attention(dense, latent=latent, kv_heads=2, head_dim=5)
     computed = terms(step, arch, gpu, tp=2)
     layer_flops = 2 * 2 * (292 + 384)
 
     assert computed["prefill_kv_write_us"] == pytest.approx(20 * 2 * 16 / 1000)
-    assert computed["prefill_compute_us"] == pytest.approx(
-        (20 * layer_flops + 20 * 10 * 2 * 36 + 320) / 2 / 1000
-    )
-    assert computed["decode_compute_us"] == pytest.approx(
-        (3 * layer_flops + 3 * 10 * 2 * 56 + 480) / 2 / 1000
-    )
+    assert computed["prefill_compute_us"] == pytest.approx((20 * layer_flops + 20 * 10 * 2 * 36 + 320) / 2 / 1000)
+    assert computed["decode_compute_us"] == pytest.approx((3 * layer_flops + 3 * 10 * 2 * 56 + 480) / 2 / 1000)
 
 
 def test_fp8_doubles_the_rate_of_the_matrices_alone(step, dense, gpu):
     fast = replace(gpu, compute_tflops_fp8=0.002)
     arch = replace(dense, fp8_compute=True)
 
-    assert terms(step, arch, fast)["prefill_compute_us"] == pytest.approx(
-        (20 * 2304 / 2 + 12800 + 320) / 1000
-    )
+    assert terms(step, arch, fast)["prefill_compute_us"] == pytest.approx((20 * 2304 / 2 + 12800 + 320) / 1000)
     assert terms(step, dense, fast) == terms(step, dense, gpu)
     assert terms(step, arch, gpu) == terms(step, dense, gpu)  # this GPU has no fp8
 

@@ -37,9 +37,7 @@ CONSTANTS = {
 
 def row_for(name, **values):
     """A row with every column a built-in set needs: those given, and 1 for the others."""
-    needed = frozenset().union(
-        *(names_in(parse_formula(f.formula, where="x")) for f in BUILT_IN[name].features)
-    )
+    needed = frozenset().union(*(names_in(parse_formula(f.formula, where="x")) for f in BUILT_IN[name].features))
     return {**dict.fromkeys(sorted(needed - CONSTANTS.keys()), 1.0), **values}
 
 
@@ -102,9 +100,7 @@ def test_step_without_tokens_has_no_share_of_prefill():
 
 
 def test_unknown_constants_make_their_features_null():
-    values = add_features(pl.DataFrame([QUEUE_ROW]), BUILT_IN["queue"], dict.fromkeys(CONSTANTS)).row(
-        0, named=True
-    )
+    values = add_features(pl.DataFrame([QUEUE_ROW]), BUILT_IN["queue"], dict.fromkeys(CONSTANTS)).row(0, named=True)
 
     assert values["waiting_depth"] == 4.0
     assert values["batch_fullness"] is values["size_proxy"] is None
@@ -116,9 +112,7 @@ def test_built_in_sets_are_whole(name):
 
     assert feature_set.name == name
     assert len(set(feature_set.names)) == len(feature_set.names)
-    assert all(
-        feature.name.isidentifier() and feature.unit and feature.reason for feature in feature_set.features
-    )
+    assert all(feature.name.isidentifier() and feature.unit and feature.reason for feature in feature_set.features)
 
 
 def test_features_of_the_regimes_are_in_the_queue_set():
@@ -331,20 +325,30 @@ def _values(name, ratio, **columns):
 def test_a_step_is_bound_by_compute_or_by_memory(ratio, compute, memory, bound):
     """The larger of ratio * compute and memory; never their sum."""
     columns = {"prefill_compute_us": compute - 5, "decode_compute_us": 5.0}
-    memory_columns = {"weight_read_us": memory - 6, "decode_kv_read_us": 3.0, "prefill_kv_write_us": 1.0, "moe_expert_read_us": 2.0}  # fmt: skip
+    memory_columns = {
+        "weight_read_us": memory - 6,
+        "decode_kv_read_us": 3.0,
+        "prefill_kv_write_us": 1.0,
+        "moe_expert_read_us": 2.0,
+    }
     assert _values("roofline_max", ratio, **columns, **memory_columns)["step_bound_us"] == bound
 
 
 @pytest.mark.parametrize(("ratio", "bound"), [(0.1, 40.0), (0.5, 50.0)])
 def test_without_a_gpu_the_bound_is_an_amount_of_work(ratio, bound):
     """40 MFLOP and 100 kB: memory bounds a machine that does 0.5 MFLOP while it reads a kB."""
-    columns = {"prefill_mflop": 30.0, "decode_mflop": 10.0, "weight_kb": 90.0, "kv_read_kb": 10.0, "expert_kb": 0.0, "kv_write_kb": 0.0}  # fmt: skip
+    columns = {
+        "prefill_mflop": 30.0,
+        "decode_mflop": 10.0,
+        "weight_kb": 90.0,
+        "kv_read_kb": 10.0,
+        "expert_kb": 0.0,
+        "kv_write_kb": 0.0,
+    }
     assert _values("work_max", ratio, **columns)["step_bound_mflop"] == bound
 
 
-@pytest.mark.parametrize(
-    ("reqs", "tokens", "first"), [(2, 2, 2), (2, 3, 0), (1, 1, 1), (0, 0, 0), (3, 400, 0)]
-)
+@pytest.mark.parametrize(("reqs", "tokens", "first"), [(2, 2, 2), (2, 3, 0), (1, 1, 1), (0, 0, 0), (3, 400, 0)])
 def test_prefills_of_one_token_each_are_first_decodes(reqs, tokens, first):
     (feature,) = (f for f in BUILT_IN["batch"].features if f.name == "first_decode_reqs")
     frame = pl.DataFrame({"num_prefill_reqs": [reqs], "prefill_tokens": [tokens]})

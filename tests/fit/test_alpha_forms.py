@@ -23,9 +23,7 @@ def test_the_first_form_stays_unless_another_is_clearly_better(first, other, cho
     assert all(c.reason for c in tried)
 
 
-@pytest.mark.parametrize(
-    "others", [(), (Candidate("other", 4, 98.0, None),)], ids=["no other form", "another form"]
-)
+@pytest.mark.parametrize("others", [(), (Candidate("other", 4, 98.0, None),)], ids=["no other form", "another form"])
 @pytest.mark.parametrize(("constant", "chosen"), [(99.9, "constant"), (100.0, "first"), (100.1, "first")])
 def test_the_training_median_competes_with_every_form(constant, chosen, others):
     """The other form gains less than 5 %."""
@@ -38,9 +36,7 @@ def test_the_training_median_competes_with_every_form(constant, chosen, others):
 def admission(request, tmp_path_factory):
     """Return the stamp, the admission model and its entry, of a run with this stamp."""
     folder = tmp_path_factory.mktemp("stamp")
-    options = SynthOptions(
-        name="run", seed=3, requests=300, phases=surge_phases(1), queued_stamp=request.param
-    )
+    options = SynthOptions(name="run", seed=3, requests=300, phases=surge_phases(1), queued_stamp=request.param)
     run([write_run(synth(options), folder)], folder / "out", options=TrainOptions())
     models = json.loads((folder / "out" / "models" / "alpha.json").read_text())["models"]
     model = next(m for m in models if m["name"] == "alpha.admission")

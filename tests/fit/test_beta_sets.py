@@ -29,9 +29,7 @@ def test_errors_inside_and_beyond_the_load_count_alike(plain, products, chosen):
     assert _chosen(Candidate("plain", 3, 100, plain), Candidate("products", 6, 96, products)) == chosen
 
 
-@pytest.mark.parametrize(
-    ("features", "error", "chosen"), [(2, 101, "one"), (2, 103, "other"), (6, 101, "other")]
-)
+@pytest.mark.parametrize(("features", "error", "chosen"), [(2, 101, "one"), (2, 103, "other"), (6, 101, "other")])
 def test_ties_go_to_the_fewest_features(features, error, chosen):
     """An error within 2 % of the best one ties."""
     one, other = Candidate("one", features, error, error), Candidate("other", 6, 100, 100)
@@ -121,9 +119,7 @@ def _batches_with_a_slow_kernel():
 def test_a_kernel_that_is_slow_at_some_sizes_corrects_the_line():
     rows = _batches_with_a_slow_kernel()
     options = FitOptions(reference=False, signs=Signs("declared", intercept=True), relative=True)
-    plain, sizes = (
-        try_features(TrainingRows.of(rows), BUILT_IN[name], options) for name in ("line", "line+sizes")
-    )
+    plain, sizes = (try_features(TrainingRows.of(rows), BUILT_IN[name], options) for name in ("line", "line+sizes"))
     assert _chosen(plain, sizes) == "line+sizes"
     (regime,) = fit_linear(rows, BUILT_IN["line+sizes"].features, options).regimes
     seen = rows.group_by("num_decode_reqs", maintain_order=True).first()
@@ -154,10 +150,7 @@ def test_a_set_without_a_term_that_defines_it_does_not_compete():
     features = (Feature("bound", "us", "bound"), Feature("reqs", "request", "reqs"))
     assert try_features(TrainingRows.of(rows), FeatureSet("bounded", features), FitOptions()) is not None
     assert (
-        try_features(
-            TrainingRows.of(rows), FeatureSet("bounded", features, defining=("bound",)), FitOptions()
-        )
-        is None
+        try_features(TrainingRows.of(rows), FeatureSet("bounded", features, defining=("bound",)), FitOptions()) is None
     )
 
 
@@ -193,7 +186,8 @@ def test_corrections_are_chosen_where_they_help(error, chosen):
 @pytest.mark.mostly_slow(every=3)
 @pytest.mark.parametrize(("request_us", "slot_us"), [(40, 30), (70, 0), (0, 70)])
 def test_an_empty_slot_costs_between_nothing_and_a_request(request_us, slot_us):
-    """Batches of 1 to 32 run at multiples of 8: part of the time goes by requests, part by slots, and both parts are found."""
+    """Batches of 1 to 32 run at multiples of 8: part of the time goes by requests, part by slots, and both parts are
+    found."""
     decodes = np.tile(np.arange(1.0, 33.0), 40)
     padded = np.ceil(decodes / 8) * 8
     noise = np.random.default_rng(2).normal(0, 20, len(decodes))
@@ -215,7 +209,8 @@ def test_an_empty_slot_costs_between_nothing_and_a_request(request_us, slot_us):
 
 
 def test_sizes_of_one_period_are_inside_the_load():
-    """Batches of 1 to 8 are swept in the first tenth, 32 run after it; nothing but the sweep says that batches up to 4 are fast."""
+    """Batches of 1 to 8 are swept in the first tenth, 32 run after it; nothing but the sweep says that batches up to 4
+    are fast."""
     rng = np.random.default_rng(4)
     decodes = np.concatenate([np.tile(np.arange(1.0, 9.0), 25), np.full(1800, 32.0)])
     rows = splits.split_by_time(

@@ -72,9 +72,7 @@ def test_the_expectation_is_published_with_its_error(trained):
     expected, work, offset = admission["expectation"], admission["work"], admission["offset"]["value"]
     wait = expected["busy_share"] * (expected["residual"]["value"] + offset)
     assert expected["intercept"]["value"] == pytest.approx(work["intercept"]["value"] + wait)
-    rows = pl.read_parquet(f"{trained}/tables/alpha_training/*/*.parquet").filter(
-        target="admission", split="holdout"
-    )
+    rows = pl.read_parquet(f"{trained}/tables/alpha_training/*/*.parquet").filter(target="admission", split="holdout")
     errors = (rows["y"] - expected["intercept"]["value"]).abs()
     validation = admission["validation"]
     assert work["terms"] == []
@@ -197,9 +195,7 @@ def _unknown_steps(idle_after=False):
             "server": "s",
             "epoch": 0,
             "step_id": list(steps),
-            "ts_start_ns": pl.Series(
-                [starts_ms[k] * MS if k in starts_ms else None for k in steps], dtype=pl.Int64
-            ),
+            "ts_start_ns": pl.Series([starts_ms[k] * MS if k in starts_ms else None for k in steps], dtype=pl.Int64),
             "start_sd_us": pl.Series([0.0] * 6),
             "idle_after": [idle_after and k == 2 for k in steps],
         }
@@ -210,9 +206,7 @@ def _unknown_steps(idle_after=False):
 def test_unknown_boundaries_are_spaced_evenly_between_known_ones(arrived_ms, until_ms):
     """A request waits for 20, 30, 40 and 50 ms: the first two starts are not in the trace."""
     rows = pl.DataFrame({"run_id": ["r"], "server": ["s"], "epoch": 0, "ts_ns": [arrived_ms * MS]})
-    predicted, has_start = admission_with_clock(
-        rows, clocks_of(_unknown_steps()), np.zeros(1), np.zeros(1), 0.0
-    )
+    predicted, has_start = admission_with_clock(rows, clocks_of(_unknown_steps()), np.zeros(1), np.zeros(1), 0.0)
     assert (predicted[0], has_start[0]) == (until_ms * 1e3, True)
 
 

@@ -93,9 +93,7 @@ def test_ridge_is_scikit_learns_on_standardised_features(strength):
     x, y = _noisy()
     z = StandardScaler().fit_transform(x)
     expected = Ridge(alpha=strength * len(y)).fit(z, y).predict(z)
-    np.testing.assert_allclose(
-        RobustLinear("ridge", strength, huber=np.inf).fit(x, y).predict(x), expected, rtol=1e-9
-    )
+    np.testing.assert_allclose(RobustLinear("ridge", strength, huber=np.inf).fit(x, y).predict(x), expected, rtol=1e-9)
 
 
 def test_shrunk_coefficients_have_a_ridge_penalty_of_their_own():
@@ -203,9 +201,7 @@ def test_bounded_slopes_are_those_of_scipys_nnls_also_of_columns_that_are_nearly
     np.testing.assert_allclose(found, nnls(x, y)[0], rtol=1e-9, atol=1e-9)
     # From anywhere the search ends at the same slopes.
     start = rng.normal(size=x.shape[1])
-    np.testing.assert_allclose(
-        solve(of, "ridge", 0.0, bound, np.zeros(x.shape[1]), start), found, rtol=1e-9, atol=1e-9
-    )
+    np.testing.assert_allclose(solve(of, "ridge", 0.0, bound, np.zeros(x.shape[1]), start), found, rtol=1e-9, atol=1e-9)
 
 
 def test_a_fit_that_starts_from_huber_weights_finds_the_same_line_in_fewer_rounds():
@@ -303,8 +299,7 @@ def test_intervals_of_95_percent_hold_the_truth_about_that_often(chosen):
     """200 runs whose noise remembers half of the step before; also with the penalty that validation chooses."""
     intervals = [_intervals(seed, memory=0.5, chosen=chosen) for seed in range(200)]
     covered = [
-        [low <= true <= high for (low, high), true in zip(one, (2000, 10, -40), strict=True)]
-        for one in intervals
+        [low <= true <= high for (low, high), true in zip(one, (2000, 10, -40), strict=True)] for one in intervals
     ]
     coverage = np.mean(covered, axis=0)
     assert (coverage >= 0.90).all(), coverage

@@ -117,7 +117,9 @@ def test_predictions_within_the_training_ranges_are_positive(surge):
     _, _, model = _beta(surge)
     rng = np.random.default_rng(0)
     low, high = np.array([t["training_range"] for t in model["terms"]]).T
-    points = low + (high - low) * np.where(rng.random((10_000, 1)) < 0.5, rng.random((10_000, len(low))), rng.integers(0, 2, (10_000, len(low))))  # fmt: skip
+    points = low + (high - low) * np.where(
+        rng.random((10_000, 1)) < 0.5, rng.random((10_000, len(low))), rng.integers(0, 2, (10_000, len(low)))
+    )
     predicted = model["intercept"]["value"] + points @ [t["value"] for t in model["terms"]]
     assert predicted.min() > 0
 

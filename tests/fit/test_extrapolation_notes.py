@@ -14,7 +14,8 @@ def _term(name, low, high):
 
 
 def test_a_feature_far_beyond_its_training_range_is_named():
-    """Of four known steps one has 577 tokens where no training row has more than 27; 27 and 54 are not twice as much."""
+    """Of four known steps one has 577 tokens where no training row has more than 27; 27 and 54 are not twice as
+    much."""
     steps = pl.DataFrame({"prefill_tokens": [0, 3, None, 27, 577], "num_decode_reqs": [54, 1, 2, 3, 4]})
     terms = (_term("prefill_tokens", 0, 27), _term("num_decode_reqs", 1, 27), _term("share", 0, 0.1))
     (note,) = beyond_training(terms, steps)

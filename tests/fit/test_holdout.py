@@ -147,7 +147,8 @@ def test_only_a_change_of_speed_is_a_drift(change, drifting):
 
 
 def test_a_bias_of_the_model_is_no_change_of_the_server():
-    """A straight line through the square root of the batch: far off at batches it never saw, at the same speed as ever."""
+    """A straight line through the square root of the batch: far off at batches it never saw, at the same speed as
+    ever."""
     fitted = _drifting(1.0, law=lambda batch: 1_000 + 400 * np.sqrt(batch))
     summed = summed_holdout(fitted)
     assert abs(summed.bias_pct) > summed.bias_2sd_pct, "the sum is off beyond chance"
@@ -155,7 +156,8 @@ def test_a_bias_of_the_model_is_no_change_of_the_server():
 
 
 def test_few_known_steps_of_a_server_are_scaled_up_to_all():
-    """Ten steps of 1,000 us of one server are known of a hundred, and a hundred of 500 us of the other: 100 ms and 50 ms."""
+    """Ten steps of 1,000 us of one server are known of a hundred, and a hundred of 500 us of the other: 100 ms and 50
+    ms."""
     fitted = _drifting(1.0)
     holdout = fitted.rows.filter(split="holdout").head(110)
     two = holdout.with_columns(
@@ -191,7 +193,8 @@ def test_bias_speed_and_load_are_three_statements():
 
 @pytest.mark.slow
 def test_a_full_and_a_sampled_run_have_one_sum_of_step_times(tmp_path):
-    """One law made both, so that the sum is right; of the sampled run most steps, and the contexts of all, are unknown."""
+    """One law made both, so that the sum is right; of the sampled run most steps, and the contexts of all, are
+    unknown."""
     runs = [
         SynthOptions(name="full", seed=1, requests=200),
         SynthOptions(name="sampled", seed=2, requests=200, step_sampling=0.5, journey_sampling=0.1),

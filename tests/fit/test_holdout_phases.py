@@ -30,9 +30,7 @@ def _requests(server="s"):
     """Two a second, and ten a second from 90 s on; one without an arrival."""
     arrivals = [*np.arange(0, 90, 0.5), *np.arange(90, 120, 0.1)]
     columns = {"arrival_ns": [round(at * SECOND) for at in arrivals], "queued_ns": None}
-    frame = pl.DataFrame(
-        {"run_id": "r", "server": server, **columns}, schema_overrides={"queued_ns": pl.Int64}
-    )
+    frame = pl.DataFrame({"run_id": "r", "server": server, **columns}, schema_overrides={"queued_ns": pl.Int64})
     return pl.concat([frame, frame.head(1).with_columns(arrival_ns=pl.lit(None, pl.Int64))])
 
 
@@ -53,10 +51,7 @@ def test_each_phase_has_its_own_error(fitted):
 
 def test_a_server_without_requests_has_no_phases(fitted):
     few = errors_by_phase(fitted, _requests(), pl.col("x") < 0.5)
-    assert (
-        sum(p.holdout.n for p in few)
-        == fitted.rows.filter(pl.col("split") == "holdout", pl.col("x") < 0.5).height
-    )
+    assert sum(p.holdout.n for p in few) == fitted.rows.filter(pl.col("split") == "holdout", pl.col("x") < 0.5).height
     assert errors_by_phase(fitted, _requests("t")) == errors_by_phase(fitted, _requests().clear()) == ()
 
 

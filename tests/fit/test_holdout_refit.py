@@ -109,9 +109,7 @@ def test_a_regime_with_few_held_out_rows_is_not_refitted():
         prefill=pl.when(pl.int_range(pl.len()) % every == 0).then(pl.col("prefill") + 1).otherwise(0),
     )
     regimes = [
-        RegimeRows(
-            "mixed", tuple(FEATURES), Condition(any=(Comparison(feature="prefill", op=">", value=0.0),))
-        ),
+        RegimeRows("mixed", tuple(FEATURES), Condition(any=(Comparison(feature="prefill", op=">", value=0.0),))),
         RegimeRows("decode", (FEATURES[1],)),
     ]
     fitted = fit_regimes(frame, regimes, QUICK)

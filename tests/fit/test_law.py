@@ -52,7 +52,8 @@ def test_one_mistimed_step_in_ten_hardly_moves_the_others():
 def test_two_terms_that_go_together_are_shared_as_their_priors_say():
     x = np.column_stack([np.ones(50), np.full(50, 10.0)])
     law = LawRegressor(prior=[60, 4], scale=[60, 4], strength=1e-3).fit(x, np.full(50, 200.0))
-    # Least ((a - 60) / 60)^2 + ((b - 4) / 4)^2 with a + 10 b = 200: a = 60 + 3600 m and b = 4 + 160 m with m = 100 / 5200.
+    # Least ((a - 60) / 60)^2 + ((b - 4) / 4)^2 with a + 10 b = 200: a = 60 + 3600 m and b = 4 + 160 m with m = 100 /
+    # 5200.
     assert law.coef_ == pytest.approx([129.2, 7.08], rel=0.01)
 
 

@@ -42,9 +42,7 @@ def test_a_steady_run_is_one_phase(rate):
     assert (phase.from_s, phase.to_s, phase.requests) == (0, pytest.approx(arrivals[-1]), 600)
 
 
-@pytest.mark.parametrize(
-    ("arrivals_s", "phases"), [(_arrivals((2, 2), (2, 9)), 1), (np.zeros(1), 1), (np.zeros(0), 0)]
-)
+@pytest.mark.parametrize(("arrivals_s", "phases"), [(_arrivals((2, 2), (2, 9)), 1), (np.zeros(1), 1), (np.zeros(0), 0)])
 def test_few_requests_are_one_phase(arrivals_s, phases):
     assert len(_phases(arrivals_s)) == phases
 

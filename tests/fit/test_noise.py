@@ -53,9 +53,7 @@ def test_a_slow_change_of_the_machine_is_not_noise():
 
 def test_a_stall_of_one_step_counts_once():
     rows = steps(sd=0.02)
-    stalled = rows.with_columns(
-        y=pl.when(pl.int_range(pl.len()) % 100 == 0).then(100 * pl.col("y")).otherwise("y")
-    )
+    stalled = rows.with_columns(y=pl.when(pl.int_range(pl.len()) % 100 == 0).then(100 * pl.col("y")).otherwise("y"))
     # One step in a hundred is at most wholly off, in two pairs.
     assert machine_noise(stalled).mape_pct < machine_noise(rows).mape_pct + 2.1
 

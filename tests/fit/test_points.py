@@ -61,7 +61,8 @@ def _server(config=DENSE, gpu="H100", tp=1, seed=0, noise=0.02):
 
 
 def test_a_request_that_waits_for_its_first_token_does_not_decode():
-    # 100 tokens of 20 ms each after 2 s: half of the eight requests decode at a time, each with half of its output behind it.
+    # 100 tokens of 20 ms each after 2 s: half of the eight requests decode at a time, each with half of its output
+    # behind it.
     rows = point_rows(deployment_of(_context()), _points(ttft_us=[2e6])).rows
     assert rows["of_num_decode_reqs"].to_list() == pytest.approx([4.0])
     assert rows["of_context_tokens"].to_list() == pytest.approx([4 * 1050.0])
@@ -73,7 +74,8 @@ def test_prompts_come_in_as_fast_as_requests_end():
     # 8 / 100 and 8 / 200 prompts a step.
     ratio = one["prompt_matrix_us"][0] / double["prompt_matrix_us"][0]
     assert ratio == pytest.approx(2.0)
-    # 80 prompt tokens a step and the FLOPs of 8 billion weights twice, at 989.5 TFLOP/s: without the embedding, with the head of the last.
+    # 80 prompt tokens a step and the FLOPs of 8 billion weights twice, at 989.5 TFLOP/s: without the embedding, with
+    # the head of the last.
     assert one["prompt_matrix_us"][0] == pytest.approx(80 * 2 * 6.98e9 / 989.5e6, rel=0.01)
 
 
@@ -114,11 +116,10 @@ def test_another_tensor_parallelism_follows_from_points():
 
 
 def test_steps_are_a_server_like_those_with_points():
-    """12 points of each of two servers at the planted law, and 600 steps of a third that take twice as long: a third of the weight."""
+    """12 points of each of two servers at the planted law, and 600 steps of a third that take twice as long: a third of
+    the weight."""
     with_points = [_server(tp=tp, noise=0.0) for tp in (1, 2)]
-    steps = PointServer.of_steps(
-        LawRows(with_points[0].deployment, pl.concat([with_points[0].rows.rows] * 50))
-    )
+    steps = PointServer.of_steps(LawRows(with_points[0].deployment, pl.concat([with_points[0].rows.rows] * 50)))
     without_prompts = steps.rows.rows.with_columns(of_num_prefill_reqs=0.0, y=2 * pl.col("y"))
     doubled = PointServer(steps.deployment, steps.points, LawRows(steps.deployment, without_prompts))
     assert not doubled.has_points
@@ -141,9 +142,7 @@ def test_servers_that_are_left_out_show_the_errors_and_the_interval():
     folds = leave_points_out(servers, "model_and_gpu")
     assert len(folds) == 4
     assert {fold.left_out for fold in folds} == {
-        f"{model} on {gpu}"
-        for model in ("llama-32x4096", "llama-80x8192")
-        for gpu in ("h100-sxm", "h200-sxm")
+        f"{model} on {gpu}" for model in ("llama-32x4096", "llama-80x8192") for gpu in ("h100-sxm", "h200-sxm")
     }
     errors = point_errors(folds)
     assert errors.folds == 4

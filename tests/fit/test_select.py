@@ -192,7 +192,8 @@ def test_one_feature_or_none_is_not_collinear():
 
 
 def test_a_padded_batch_stays_only_with_its_batch():
-    """Experts that saturate a little go with batches of 1 to 32 and their sizes in fours: the batch is left out, and its size too."""
+    """Experts that saturate a little go with batches of 1 to 32 and their sizes in fours: the batch is left out, and
+    its size too."""
     batch = np.tile(np.arange(1.0, 33.0), 20)
     padded = np.ceil(batch / 4) * 4
     names = ["num_decode_reqs", "padded_decode_reqs"]

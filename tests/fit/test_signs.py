@@ -1,4 +1,5 @@
-"""Signs that physics gives: in force where a feature declares one, exact where they bind, lifted where that is asked for."""
+"""Signs that physics gives: in force where a feature declares one, exact where they bind, lifted where that is asked
+for."""
 
 from __future__ import annotations
 
@@ -91,9 +92,7 @@ def test_a_declared_sign_binds_and_any_sign_lifts_it():
     )
     trained = frame.filter(pl.col("split") == "train")["prefill"]
     assert left_out.training_range == (trained.min(), trained.max())
-    assert {t.feature: t.value for t in lifted.terms} == pytest.approx(
-        {"prefill": -10, "decode": -20}, rel=0.02
-    )
+    assert {t.feature: t.value for t in lifted.terms} == pytest.approx({"prefill": -10, "decode": -20}, rel=0.02)
 
 
 def test_a_fit_below_zero_loses_its_free_signs():
@@ -103,9 +102,7 @@ def test_a_fit_below_zero_loses_its_free_signs():
     assert part.signs == NON_NEGATIVE
     assert part.least >= 0
     assert {t.feature for t in part.terms} == {"prefill"}
-    kept = _fit(
-        _frame(lambda prefill, decode: 500 + 10 * prefill - 4 * decode), Signs("declared", intercept=True)
-    )
+    kept = _fit(_frame(lambda prefill, decode: 500 + 10 * prefill - 4 * decode), Signs("declared", intercept=True))
     assert {t.feature: t.value for t in kept.terms} == pytest.approx({"prefill": 10, "decode": -4}, rel=0.1)
 
 

@@ -72,9 +72,7 @@ def test_an_unknown_condition_marks_no_row():
     [(1, 100, 21), (1, 2000, 21), (1, 2100, 22), (1, 10_000, 101), (501, 600, 521), (1, 2001, 22)],
 )
 def test_warm_up_is_one_percent_of_the_steps_or_twenty(first, last, until):
-    counters = pl.DataFrame(
-        {"run_id": "r", "server": "s", "epoch": 0, "first_step": [first], "last_step": [last]}
-    )
+    counters = pl.DataFrame({"run_id": "r", "server": "s", "epoch": 0, "first_step": [first], "last_step": [last]})
     rows = pl.DataFrame(
         {
             "run_id": "r",
@@ -132,7 +130,8 @@ def _recorded(prompts, decodes, us):
 
 @pytest.mark.parametrize(("later_us", "one_decode"), [(2.6e3, None), (2.4e3, "warm_up")])
 def test_a_sweep_trains_except_its_warm_up_passes(later_us, one_decode):
-    """The first pass of 8 prompt tokens takes 274 ms, a later one of 16 takes 4; no other step has as many as two decodes.
+    """The first pass of 8 prompt tokens takes 274 ms, a later one of 16 takes 4; no other step has as many as two
+    decodes.
 
     A step of one decode takes 5 ms: less than half of that, later, makes it a warm-up pass.
     """

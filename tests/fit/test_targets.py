@@ -48,9 +48,7 @@ def test_a_declared_target_is_fitted_published_and_listed(job):
     rows = pl.read_parquet(f"{out}/tables/alpha_training/*/*.parquet").filter(target="execution")
     requests = pl.read_parquet(f"{out}/tables/requests/*/*.parquet")
     assert sorted(rows["y"]) == sorted(requests["prefill_us"].drop_nulls())
-    allowed = {
-        a.what for deployment in tracefit.inspect([out.parent / "run"]).deployments for a in deployment.allows
-    }
+    allowed = {a.what for deployment in tracefit.inspect([out.parent / "run"]).deployments for a in deployment.allows}
     assert EXECUTION.title in allowed
 
 
@@ -63,10 +61,7 @@ def test_a_target_adds_to_the_latencies_it_declares(job):
     out, _ = job((*TARGETS, twice))
     after = json.loads((out / "evaluation.json").read_text())["deployments"][0]["latency"]
     for latency in ("ttft", "e2e", "client"):
-        assert (
-            after[latency]["given_measured_state"]["bias_pct"]
-            > before[latency]["given_measured_state"]["bias_pct"]
-        )
+        assert after[latency]["given_measured_state"]["bias_pct"] > before[latency]["given_measured_state"]["bias_pct"]
     assert after["prefill"] == before["prefill"]
 
 

@@ -181,17 +181,13 @@ def test_prediction_intervals_are_of_the_evaluated_rows():
 def test_a_feature_that_is_mostly_unknown_is_left_out():
     fitted = _fit(_frame(decode=pl.lit(None, pl.Int64)))
     assert _values(fitted).keys() == {"prefill"}
-    assert [(x.feature, x.reason) for x in fitted.features_left_out] == [
-        ("decode", "not known in these runs")
-    ]
+    assert [(x.feature, x.reason) for x in fitted.features_left_out] == [("decode", "not known in these runs")]
 
 
 def test_a_share_of_unknown_values_says_how_large():
     unknown = pl.when(pl.col("ts_ns") % 10_000 != 0).then("decode")
     fitted = _fit(_frame(decode=unknown))
-    assert [(x.feature, x.reason) for x in fitted.features_left_out] == [
-        ("decode", "not known on 10 % of the rows")
-    ]
+    assert [(x.feature, x.reason) for x in fitted.features_left_out] == [("decode", "not known on 10 % of the rows")]
 
 
 def test_a_few_unknown_values_cost_training_rows_only():

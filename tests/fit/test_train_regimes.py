@@ -25,7 +25,8 @@ REGIMES = [RegimeRows("queued", SLOPE, NO_SLOT), RegimeRows("free", SLOPE)]
 
 
 def _frame(n=400, *, full=0.5, wrong=0):
-    """A wait of 5,000 + 100 per request ahead without a slot, of 200 with one; the last `wrong` rows lie about slots."""
+    """A wait of 5,000 + 100 per request ahead without a slot, of 200 with one; the last `wrong` rows lie about
+    slots."""
     rng = np.random.default_rng(0)
     queued, ahead = rng.random(n) < full, rng.integers(0, 50, n)
     condition = np.where(np.arange(n) >= n - wrong, ~queued, queued)
@@ -43,9 +44,7 @@ def _frame(n=400, *, full=0.5, wrong=0):
 
 
 def _fit(frame, regimes=REGIMES) -> LinearFit:
-    options = FitOptions(
-        drop_outliers=False, reference=False, penalties=(("ridge", 1e-10),), label=pl.col("queued")
-    )
+    options = FitOptions(drop_outliers=False, reference=False, penalties=(("ridge", 1e-10),), label=pl.col("queued"))
     fitted = fit_regimes(frame, list(regimes), options)
     assert isinstance(fitted, LinearFit)
     return fitted
@@ -81,9 +80,7 @@ def test_the_classifier_compares_the_condition_with_the_label():
     """Of 120 held-out rows the last 20 say the opposite of the truth."""
     holdout = _frame(wrong=20).filter(split="holdout")
     hit = holdout.with_columns(condition=pl.col("slots") <= 0).select("queued", "condition")
-    counts = {
-        pair: hit.filter(queued=pair[0], condition=pair[1]).height for pair in [(True, True), (True, False)]
-    }
+    counts = {pair: hit.filter(queued=pair[0], condition=pair[1]).height for pair in [(True, True), (True, False)]}
     classifier = _fit(_frame(wrong=20)).validation.classifier
     assert (classifier.confusion["true_positive"], classifier.confusion["false_negative"]) == (
         counts[True, True],
@@ -107,7 +104,8 @@ def test_a_row_without_a_label_is_no_hit_and_no_miss():
 
 
 def test_waits_for_room_and_for_prompts_have_their_own_lines():
-    """Room comes at 2 ms per output token ahead, the turn of a prompt at 0.1 ms per prompt token ahead; else 0.2 ms pass."""
+    """Room comes at 2 ms per output token ahead, the turn of a prompt at 0.1 ms per prompt token ahead; else 0.2 ms
+    pass."""
     rng, n = np.random.default_rng(1), 600
     ahead, tokens, need = rng.integers(0, 9_000, n), rng.integers(0, 9_000, n), rng.integers(0, 4, n)
     columns = {
@@ -124,9 +122,7 @@ def test_waits_for_room_and_for_prompts_have_their_own_lines():
         "queued": need != 2,
     }
     regimes = ALPHA_FORMS["regimes"](BUILT_IN["queue"].features, True)
-    frame = _frame(n).with_columns(
-        **{k: pl.lit(pl.Series(k, np.broadcast_to(v, n))) for k, v in columns.items()}
-    )
+    frame = _frame(n).with_columns(**{k: pl.lit(pl.Series(k, np.broadcast_to(v, n))) for k, v in columns.items()})
     fitted = _fit(frame, regimes)
     values = [(p.regime.name, {t.feature: t.value for t in p.terms}) for p in fitted.regimes]
     assert values == [

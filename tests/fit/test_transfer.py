@@ -80,9 +80,7 @@ def _context(config=DENSE, gpu="H100", tp=1, **settings):
     return RunContext(stated, parse_architecture(json.dumps(config), where="test"), find_gpu(gpu))
 
 
-def server(
-    config=DENSE, gpu="H100", tp=1, *, law=PLANTED, steps=1200, seed=0, noise=0.02, prompts=0.1, **settings
-):
+def server(config=DENSE, gpu="H100", tp=1, *, law=PLANTED, steps=1200, seed=0, noise=0.02, prompts=0.1, **settings):
     """Return the steps of a server with a planted law."""
     rng = np.random.default_rng(seed + tp)
     decodes = rng.integers(1, 100, steps)
@@ -101,9 +99,7 @@ def server(
     terms = as_run_by(rows, context)
     y = law.predict(terms) * np.exp(noise * rng.standard_normal(steps))
     known = pl.concat([rows, terms.drop(rows.columns, strict=False)], how="horizontal")
-    named = known.with_columns(
-        y=pl.Series(y), run_id=pl.lit("run"), server=pl.lit("s"), step_id=pl.int_range(steps)
-    )
+    named = known.with_columns(y=pl.Series(y), run_id=pl.lit("run"), server=pl.lit("s"), step_id=pl.int_range(steps))
     return LawRows(deployment_of(context), named)
 
 

@@ -31,9 +31,7 @@ def test_all_curves_are_of_the_rows_that_have_every_number():
 
 
 def test_a_prediction_without_values_removes_no_row():
-    rows = pl.DataFrame(
-        {"y": [1.0, 3.0], "a": [None, None], "b": [2.0, 4.0]}, schema_overrides={"a": pl.Float64}
-    )
+    rows = pl.DataFrame({"y": [1.0, 3.0], "a": [None, None], "b": [2.0, 4.0]}, schema_overrides={"a": pl.Float64})
     curves = distribution(rows, "y", "a", "b")
     assert (curves.requests, curves.predicted) == (2, None)
     assert _at(curves.given_measured_state, 100) == 4.0

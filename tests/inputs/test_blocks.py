@@ -1,4 +1,5 @@
-"""Files to blocks: whole records in order, by range where the file is stored plain, and a reject for what is in none."""
+"""Files to blocks: whole records in order, by range where the file is stored plain, and a reject for what is in
+none."""
 
 from __future__ import annotations
 
@@ -131,9 +132,7 @@ def test_plain_lines_before_compressed_ones_are_ranges(otlp, read):
     found = read(lines + gzip.compress(lines) + lines, SMALL, bounds=Expansion(chunk_bytes=1000))
     assert found.payloads == otlp.texts(2000) * 3
     assert found.rejects == []
-    assert [block.payload is None for block in found.blocks].count(True) >= (
-        len(lines) - head_bytes(SMALL)
-    ) // 5000 - 1
+    assert [block.payload is None for block in found.blocks].count(True) >= (len(lines) - head_bytes(SMALL)) // 5000 - 1
 
 
 def test_reading_stops_after_many_rejects(otlp, read):
@@ -190,10 +189,7 @@ HOSTILE = {
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "unit",
-    [
-        pytest.param(u, id=n, marks=[pytest.mark.slow] if n != "bad framed zstd" else [])
-        for n, u in HOSTILE.items()
-    ],
+    [pytest.param(u, id=n, marks=[pytest.mark.slow] if n != "bad framed zstd" else []) for n, u in HOSTILE.items()],
 )
 def test_hostile_files_end_in_bounded_memory(otlp, tmp_path, unit):
     good = {b"\0": otlp.framed([otlp.message()]), b"\x0a": otlp.message()}.get(unit[:1], otlp.text() + b"\n")

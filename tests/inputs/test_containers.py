@@ -104,9 +104,7 @@ def test_containers_nest(tables, runs, plain, lines, inner):
 def _lines_of_loki(content, key, time):
     """Each line with its time and labels; the newest is the first."""
     (stream,) = json.loads(wrapped.loki(content))["data"]["result"]
-    return [
-        {key: stream["stream"], "line": line, "timestamp": time(int(ns))} for ns, line in stream["values"]
-    ]
+    return [{key: stream["stream"], "line": line, "timestamp": time(int(ns))} for ns, line in stream["values"]]
 
 
 def _events(content):
@@ -164,9 +162,7 @@ def test_other_answers_of_a_log_store_give_the_same_lines(reading, export):
 
 def test_a_row_of_csv_goes_on_over_line_ends_and_a_row_that_is_cut_is_rejected_alone(reading):
     lines = [json.dumps(record(span(n)), indent=1).encode() for n in range(1, 4)]
-    rows = [
-        b'2026-09-21 13:33:2%d.123,"%b"\n' % (n, line.replace(b'"', b'""')) for n, line in enumerate(lines)
-    ]
+    rows = [b'2026-09-21 13:33:2%d.123,"%b"\n' % (n, line.replace(b'"', b'""')) for n, line in enumerate(lines)]
     rows.insert(2, b"2026-09-21 13:33:21.123,a,b,c\n")
     rows.append(b'2026-09-21 13:33:29.123,"cut\n')
     found, rejects = reading(b"@timestamp,@message\n" + b"".join(rows))
@@ -174,9 +170,7 @@ def test_a_row_of_csv_goes_on_over_line_ends_and_a_row_that_is_cut_is_rejected_a
     assert [(reject.reason, reject.count) for reject in rejects] == [("not a row of CSV", 1)] * 2
 
 
-STARTUP = b"".join(
-    b"INFO 09-21 13:33:25 [loader.py:%d] Loading a shard of the model\n" % n for n in range(3000)
-)
+STARTUP = b"".join(b"INFO 09-21 13:33:25 [loader.py:%d] Loading a shard of the model\n" % n for n in range(3000))
 
 
 @pytest.mark.parametrize("lines", [None, "docker", "cri"])
@@ -349,9 +343,7 @@ def test_a_dump_is_read_an_item_at_a_time(tmp_path):
     records = [record(span(n, name="x" * 9000)) for n in range(1, 2000)]
     (tmp_path / "f").write_bytes(wrapped.jaeger(records))
     read_bytes = []
-    blocks = read_blocks(
-        TraceFile.local(tmp_path / "f"), IngestOptions(block_bytes=1 << 20), on_read=read_bytes.append
-    )
+    blocks = read_blocks(TraceFile.local(tmp_path / "f"), IngestOptions(block_bytes=1 << 20), on_read=read_bytes.append)
     assert isinstance(next(blocks), Block)
     assert sum(read_bytes) < 12 << 20 < (tmp_path / "f").stat().st_size
 

@@ -434,9 +434,7 @@ def test_a_bucket_is_read_like_a_folder(lay, bucket):
         with open_inputs([url], filesystem_of=opened) as inputs:
             (run,) = inputs.runs
             assert run.run_id == "prod"
-            assert [f.name for f in run.trace_files] == [
-                f"s3://bucket/prod/{dates}{n}/traces_{n}.json" for n in (1, 2)
-            ]
+            assert [f.name for f in run.trace_files] == [f"s3://bucket/prod/{dates}{n}/traces_{n}.json" for n in (1, 2)]
             assert [path.read_bytes() for path in run.run_configs] == [b"model: m\n"]
             assert run.model_config.read_bytes() == b"{}"
             assert [line for file in run.trace_files for line in payloads(file)] == [LINE.strip()] * 2
@@ -449,12 +447,7 @@ def test_a_bucket_is_read_like_a_folder(lay, bucket):
 
 def test_objects_and_patterns_of_a_bucket(lay, bucket):
     opened, _ = bucket
-    lay(
-        *(
-            f"store/bucket/{name}.json"
-            for name in ("a/traces-1", "a/traces-2", "b/traces-1", "b/deep/traces-3")
-        )
-    )
+    lay(*(f"store/bucket/{name}.json" for name in ("a/traces-1", "a/traces-2", "b/traces-1", "b/deep/traces-3")))
     one = "gs://bucket/a/traces-1.json"
     assert runs_of(one, filesystem_of=opened) == {"traces-1": [one]}
     assert runs_of(Path(one), filesystem_of=opened) == {"traces-1": [one]}
@@ -521,9 +514,7 @@ def test_an_object_at_an_endpoint_has_its_host_in_its_place(
 def test_an_endpoint_that_is_no_url_is_one_line(bucket, monkeypatch):
     opened, _ = bucket
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://host:port")
-    assert "cannot be read (Port could not be cast" in refused(
-        UsageError, "s3://bucket/run", filesystem_of=opened
-    )
+    assert "cannot be read (Port could not be cast" in refused(UsageError, "s3://bucket/run", filesystem_of=opened)
 
 
 def test_places_on_disk_are_absolute_and_without_links(lay, tmp_path):
@@ -599,9 +590,7 @@ class Store(FileSystemHandler):
     def _unused(self, *_):
         raise NotImplementedError
 
-    copy_file = create_dir = delete_dir = delete_dir_contents = delete_file = delete_root_dir_contents = (
-        _unused
-    )
+    copy_file = create_dir = delete_dir = delete_dir_contents = delete_file = delete_root_dir_contents = _unused
     get_file_info_selector = move = normalize_path = open_append_stream = open_input_file = _unused
     open_output_stream = _unused
 
@@ -609,9 +598,7 @@ class Store(FileSystemHandler):
 def test_a_connection_that_breaks_is_one_line_and_no_short_file():
     store = Store(fails_after=30 << 20)
     file = TraceFile("s3://b/traces.json", "b/traces.json", 1 << 40, filesystem=PyFileSystem(store))
-    with pytest.raises(
-        UsageError, match=r"s3://b/traces.json: cannot be read beyond byte \d+ \(connection reset\)"
-    ):
+    with pytest.raises(UsageError, match=r"s3://b/traces.json: cannot be read beyond byte \d+ \(connection reset\)"):
         payloads(file)
 
 
@@ -636,8 +623,7 @@ def test_remote_files_are_read_once_and_hashed_on_the_way(lay, tmp_path):
     lay("a.json", "b.json")
     Path("scratch").mkdir()
     remote = [
-        TraceFile(f"s3://b/{n}", str(tmp_path / n), 1, filesystem=LocalFileSystem())
-        for n in ("a.json", "b.json")
+        TraceFile(f"s3://b/{n}", str(tmp_path / n), 1, filesystem=LocalFileSystem()) for n in ("a.json", "b.json")
     ]
     progress: list[int] = []
     copies = fetch(remote, Path("scratch"), progress.append)

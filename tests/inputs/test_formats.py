@@ -101,9 +101,7 @@ def test_traces_in_a_file_that_other_signals_share_are_traces(inspect, otlp):
     assert inspect(b'{"resourceLogs":[]}\n' + otlp.text()).signal == "traces"
 
 
-@pytest.mark.parametrize(
-    "shape", ["lines", "pretty object", "pretty array", "framed protobuf", "bare protobuf"]
-)
+@pytest.mark.parametrize("shape", ["lines", "pretty object", "pretty array", "framed protobuf", "bare protobuf"])
 @pytest.mark.parametrize("compression", ["plain", "gzip", "zstd"])
 @pytest.mark.parametrize("junk", [b"junk, no JSON\n", b"\xff\xfe\x01\n", b"{\n", b"]\n", b"\0\0\0\n"])
 def test_junk_before_the_first_record_does_not_decide(inspect, otlp, shape, compression, junk):

@@ -99,9 +99,7 @@ def test_good_records_behind_junk_are_found(otlp, read, tmp_path, shape, place, 
 @pytest.mark.usefixtures("_small_head")
 @pytest.mark.parametrize("shape", ["framed zstd of JSON", "framed zstd of protobuf"])
 @pytest.mark.parametrize("place", LENGTHS_AND_FRAMES)
-@pytest.mark.parametrize(
-    "junk", [pytest.param(name, marks=pytest.mark.slow if name == MORE else ()) for name in JUNK]
-)
+@pytest.mark.parametrize("junk", [pytest.param(name, marks=pytest.mark.slow if name == MORE else ()) for name in JUNK])
 def test_records_after_junk_are_read_in_prefixed_zstd(otlp, read, tmp_path, shape, place, junk):
     good = otlp.SHAPES[shape](40)
     _check(read(good), read(LENGTHS_AND_FRAMES[place](JUNK[junk]) + good), tmp_path / "data")

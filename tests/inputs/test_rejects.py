@@ -34,9 +34,7 @@ def test_in_damaged_text_only_the_keys_of_otlp_are_keys(text):
     assert "alice" not in excerpt(text, "json")
 
 
-@pytest.mark.parametrize(
-    "key", ["alice@example.com", "sk-live-4242", "sk_live_4242", "a b", "é", "x" * 41, "42"]
-)
+@pytest.mark.parametrize("key", ["alice@example.com", "sk-live-4242", "sk_live_4242", "a b", "é", "x" * 41, "42"])
 def test_a_key_that_could_be_a_value_is_not_shown(key):
     assert excerpt(json.dumps({"spans": {key: 1}}).encode(), "json") == '{"spans":{"…":…}}'
 
@@ -52,9 +50,7 @@ def test_values_are_shown_on_request():
     assert len(excerpt(b"x" * 5000, "json", show_values=True)) == MAX_EXCERPT_CHARS
 
 
-@given(
-    st.lists(st.text('secret{}:,"\\ \n', max_size=30), max_size=30), st.integers(0, 300), st.integers(0, 300)
-)
+@given(st.lists(st.text('secret{}:,"\\ \n', max_size=30), max_size=30), st.integers(0, 300), st.integers(0, 300))
 def test_no_piece_of_a_record_shows_a_value(values, start, stop):
     marked = [f"SECRET{value}SECRET" for value in values]
     text = json.dumps({"key": marked}).encode()

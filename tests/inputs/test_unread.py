@@ -16,7 +16,10 @@ EXAMPLES = {
     "page_of_jaeger": b'<!doctype html><html lang="en"><head><title>Jaeger UI</title></head><body></body></html>',
     "page": b"<!doctype html>\n<html><head><title>Grafana</title></head><body></body></html>",
     # https://www.jaegertracing.io/docs/latest/architecture/apis/
-    "answer_of_jaeger": b'{"data":null,"total":0,"limit":0,"offset":0,"errors":[{"code":400,"msg":"parameter \'service\' is required"}]}',
+    "answer_of_jaeger": (
+        b'{"data":null,"total":0,"limit":0,"offset":0,"errors":[{"code":400,"msg":"parameter '
+        b"'service' is required\"}]}"
+    ),
     # Elasticsearch documents of Jaeger: https://www.jaegertracing.io/docs/latest/storage/elasticsearch/
     "jaeger": b'{"_index":"jaeger-span","_source":{"traceID":"1","operationName":"llm_request","startTimeMillis":1}}\n',
     # https://zipkin.io/pages/data_model.html, version 1
@@ -26,17 +29,27 @@ EXAMPLES = {
     # https://opentelemetry.io/docs/languages/js/exporters/#console
     "console": b"{\n  resource: { attributes: {} },\n  instrumentationScope: { name: 'x' },\n  traceId: 'f1'\n}\n",
     # genai-perf 0.0.16, genai_perf/export_data/csv_exporter.py
-    "sums_of_profile": b"Metric,avg,min,max,p99,p95,p90,p75,p50,p25\nTime To First Token (ms),20.1,18,30,30,29,28,22,20,19\n",
+    "sums_of_profile": (
+        b"Metric,avg,min,max,p99,p95,p90,p75,p50,p25\nTime To First Token (ms),20.1,18,30,30,29,28,22,20,19\n"
+    ),
     # https://prometheus.io/docs/instrumenting/exposition_formats/
-    "prometheus": b"# HELP vllm:num_requests_running Requests.\n# TYPE vllm:num_requests_running gauge\nvllm:num_requests_running 1\n",
+    "prometheus": (
+        b"# HELP vllm:num_requests_running Requests.\n# TYPE vllm:num_requests_running "
+        b"gauge\nvllm:num_requests_running 1\n"
+    ),
     # A metric query of Loki: https://grafana.com/docs/loki/latest/reference/loki-http-api/
     "query_of_metrics": b'{"status":"success","data":{"resultType":"matrix","result":[{"metric":{},"values":[[1790000000,"1"]]}]}}',
     # https://docs.sglang.ai/
-    "sglang_log": b"[2026-08-19 18:34:27] Decode batch. #running-req: 4, #token: 900, token usage: 0.01, gen throughput (token/s): 80\n",
+    "sglang_log": (
+        b"[2026-08-19 18:34:27] Decode batch. #running-req: 4, #token: 900, token usage: 0.01, gen "
+        b"throughput (token/s): 80\n"
+    ),
     # https://nvidia.github.io/TensorRT-LLM/
     "trtllm_log": b"[08/19/2026-18:34:27] [TRT-LLM] [I] iter = 3, host_step_time = 12.1ms, num_scheduled_requests: 4\n",
     # https://docs.vllm.ai/
-    "vllm_log": b"INFO 08-19 18:34:27 [loggers.py:1] Engine 000: Avg prompt throughput: 1.0 tokens/s, Running: 1 reqs\n",
+    "vllm_log": (
+        b"INFO 08-19 18:34:27 [loggers.py:1] Engine 000: Avg prompt throughput: 1.0 tokens/s, Running: 1 reqs\n"
+    ),
 }
 
 
@@ -55,7 +68,10 @@ OTHERS = [
     # The search page, as a browser saves it: https://github.com/jaegertracing/jaeger-ui, packages/jaeger-ui/index.html
     (
         "page_of_jaeger",
-        b'\n<!DOCTYPE html>\n<html lang="en">\n<head><base href="/"/><title>x</title></head><body><div id="jaeger-ui-root">',
+        (
+            b'\n<!DOCTYPE html>\n<html lang="en">\n<head><base href="/"/><title>x</title></head><body><div '
+            b'id="jaeger-ui-root">'
+        ),
     ),
     ("page", b"<html><head><title>Zipkin</title></head><body></body></html>"),
     ("answer_of_jaeger", b'{"data":["vllm-server"],"total":1,"limit":0,"offset":0,"errors":null}\n'),

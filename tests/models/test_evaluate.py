@@ -24,9 +24,7 @@ def _linear(intercept, formulas=None, **terms):
     formulas = formulas or {}
     return {
         "intercept": {"value": intercept},
-        "terms": [
-            {"feature": f, "unit": "us", "value": v, "formula": formulas.get(f)} for f, v in terms.items()
-        ],
+        "terms": [{"feature": f, "unit": "us", "value": v, "formula": formulas.get(f)} for f, v in terms.items()],
     }
 
 
@@ -167,9 +165,7 @@ def test_row_without_a_regime_is_an_error_and_null_in_a_frame():
     assert _frame(model, {"slots": 0}) == 5000
 
 
-@pytest.mark.parametrize(
-    "when", [{}, {"any": [{"feature": "x", "op": "<"}]}, {"any": [SMALL | {"feature2": "x"}]}]
-)
+@pytest.mark.parametrize("when", [{}, {"any": [{"feature": "x", "op": "<"}]}, {"any": [SMALL | {"feature2": "x"}]}])
 def test_condition_of_no_or_two_right_sides_is_refused(when):
     with pytest.raises(ValueError, match="needs"):
         _regimes(when)
@@ -190,7 +186,8 @@ def _boundary(intercept=1400.0, offset=-30.0, **more):
 
 
 def test_frame_uses_only_the_next_step_start():
-    """The work takes 1,440 us. A boundary in 3,000 us is waited for; an idle engine takes only the work; one in 900 us is missed: unknown."""
+    """The work takes 1,440 us. A boundary in 3,000 us is waited for; an idle engine takes only the work; one in 900 us
+    is missed: unknown."""
     rows = pl.DataFrame({"step_residual_us": [3000.0, None, 900.0], "prompt_tokens": [100.0] * 3})
     compiled = CompiledModel(_boundary())
     admitted = compiled.evaluate_with_clock(amounts_of(rows, compiled.columns_with_clock))

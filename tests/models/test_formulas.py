@@ -35,9 +35,7 @@ def compute(formula, values=None, constants=None):
     """Compute a formula both ways, require that they agree, and return the result."""
     row = ROW if values is None else values
     node = parse_formula(formula, where="x")
-    frame = pl.DataFrame(
-        {name: [value] for name, value in row.items()}, schema=dict.fromkeys(row, pl.Float64)
-    )
+    frame = pl.DataFrame({name: [value] for name, value in row.items()}, schema=dict.fromkeys(row, pl.Float64))
     by_frame = with_formulas(frame, {"y": node}, constants)["y"].to_list()[0]
     by_row = evaluate(node, {**row, **(constants or {})})
     assert by_frame == (None if by_row is None else pytest.approx(by_row, rel=1e-12, abs=1e-300))
@@ -80,9 +78,7 @@ def test_value(formula, value):
     assert compute(formula) == pytest.approx(value)
 
 
-@pytest.mark.parametrize(
-    "formula", ["a / zero", "zero / zero", "a / (b - 4)", "a / -zero", "a / (zero * c_2)"]
-)
+@pytest.mark.parametrize("formula", ["a / zero", "zero / zero", "a / (b - 4)", "a / -zero", "a / (zero * c_2)"])
 def test_division_by_zero_is_zero(formula):
     assert compute(formula) == 0
 
@@ -133,9 +129,7 @@ def test_integer_beyond_any_float_is_no_number():
 
 
 def test_typeset_signs_are_operators():
-    assert parse_formula("a \u00b7 b \u2212 c \u00f7 2", where="x") == parse_formula(
-        "a * b - c / 2", where="x"
-    )
+    assert parse_formula("a \u00b7 b \u2212 c \u00f7 2", where="x") == parse_formula("a * b - c / 2", where="x")
 
 
 @pytest.mark.parametrize(
@@ -239,9 +233,7 @@ def test_anything_else_is_refused_on_one_line(formula):
     assert len(str(caught.value)) < 250
 
 
-@pytest.mark.parametrize(
-    "formula", ["a/" * 199 + "a", "a+" * 199 + "a", "(" * 40 + "a" + ")" * 40, "-" * 399 + "a"]
-)
+@pytest.mark.parametrize("formula", ["a/" * 199 + "a", "a+" * 199 + "a", "(" * 40 + "a" + ")" * 40, "-" * 399 + "a"])
 def test_longest_formulas_still_compute(formula):
     compute(formula)
 
@@ -250,15 +242,9 @@ def _formulas():
     leaves = st.sampled_from([*ROW, "1", "2.5", "0", "1e-300"])
 
     def grow(inner):
-        binary = st.tuples(inner, st.sampled_from(["+", "-", "*", "/"]), inner).map(
-            lambda p: f"({' '.join(p)})"
-        )
-        call = st.tuples(st.sampled_from(["min", "max"]), inner, inner).map(
-            lambda p: f"{p[0]}({p[1]}, {p[2]})"
-        )
-        power = st.tuples(inner, st.sampled_from(["2", "-1", "0.5", "3"])).map(
-            lambda p: f"({p[0]}) ** {p[1]}"
-        )
+        binary = st.tuples(inner, st.sampled_from(["+", "-", "*", "/"]), inner).map(lambda p: f"({' '.join(p)})")
+        call = st.tuples(st.sampled_from(["min", "max"]), inner, inner).map(lambda p: f"{p[0]}({p[1]}, {p[2]})")
+        power = st.tuples(inner, st.sampled_from(["2", "-1", "0.5", "3"])).map(lambda p: f"({p[0]}) ** {p[1]}")
         decay = inner.map(lambda exponent: f"0.5 ** ({exponent})")
         return binary | call | power | decay
 
@@ -285,8 +271,6 @@ def test_any_text_is_computed_or_refused(text):
     evaluate(node, dict.fromkeys(names_in(node), 1.0))
 
 
-@pytest.mark.parametrize(
-    "formula", ["min((0 - b) ** 0.5, a)", "min(a, (0 - b) ** 0.5)", "max(a, (0 - b) ** 0.5)"]
-)
+@pytest.mark.parametrize("formula", ["min((0 - b) ** 0.5, a)", "min(a, (0 - b) ** 0.5)", "max(a, (0 - b) ** 0.5)"])
 def test_an_operand_that_is_no_number_leaves_no_extreme(formula):
     assert compute(formula) is None

@@ -1,6 +1,7 @@
 """Odd runs: valid OTLP of a small generated run, with content that nobody expects, taken through every command.
 
-`make test-all` tries 2 of them. Try more with `ODD_RUNS` after a change to what is read, fitted or exported; see docs/maintaining.md.
+`make test-all` tries 2 of them. Try more with `ODD_RUNS` after a change to what is read, fitted or exported; see
+docs/maintaining.md.
 """
 
 from __future__ import annotations
@@ -103,7 +104,8 @@ class OddRun:
         return sorted({*attributes_of_events(), *own})
 
     def strip(self, name, key):
-        """Leave an attribute out of every event whose name ends so (of any name, and the spans: empty); return of how many."""
+        """Leave an attribute out of every event whose name ends so (of any name, and the spans: empty); return of how
+        many."""
         holders = self.carriers(name, key)
         if not name:
             holders = holders + [e for span in self.spans() for e in span.get("events", ())]
@@ -183,8 +185,8 @@ TRIED = ("beta", *(target.model for target in TARGETS))
 def through_every_command(folder, work, *, features="batch", commands=("inspect", "report", "verify")):
     """Take a run through every command; return what train left, if anything could be fitted.
 
-    Each command ends with a documented exit code and at most one line of error; a warning of Python or an unforeseen error
-    never occurs.
+    Each command ends with a documented exit code and at most one line of error; a warning of Python or an unforeseen
+    error never occurs.
     """
     said = {}
 
@@ -408,7 +410,8 @@ def _times(run, rng):
 
 
 def _span_times(run, rng):
-    """Move spans, or their ends, by odd times: those of SGLang are its stages, and one of an unmodified vLLM is a request."""
+    """Move spans, or their ends, by odd times: those of SGLang are its stages, and one of an unmodified vLLM is a
+    request."""
     spans = _some(run.spans(), rng)
     away = rng.choice((0, 10**6, 10**9, 10**17, -(10**9)))
     keys = rng.choice((("startTimeUnixNano", "endTimeUnixNano"), ("endTimeUnixNano",)))

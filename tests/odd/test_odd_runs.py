@@ -77,17 +77,14 @@ def test_a_run_of_every_shape_goes_through_run(odd, root, tmp_path, number):
 
 @pytest.mark.slow
 def test_run_without_first_tokens_has_no_blis_replay(odd, root, tmp_path):
-    """Durations that are step times give BLIS its coefficients; no request's first token is known to replay, and the export says so."""
+    """Durations that are step times give BLIS its coefficients; no request's first token is known to replay, and the
+    export says so."""
     run = odd.run("whole durations", root)
     for span in run.spans():
         span["events"] = [e for e in span.get("events", ()) if e["name"] != "journey.FIRST_TOKEN"]
     run.write(tmp_path / "odd")
-    assert (
-        odd.call("run", tmp_path / "odd", "--out", tmp_path / "out", "--fast", "--features", "batch")[0] == 0
-    )
+    assert odd.call("run", tmp_path / "odd", "--out", tmp_path / "out", "--fast", "--features", "batch")[0] == 0
     code, stdout, stderr = odd.call("export", tmp_path / "out", "--to", "blis", "--out", tmp_path / "blis")
     assert code == 0, stderr
-    assert "no traced request has its times, so no request can be replayed" in " ".join(
-        (stdout + stderr).split()
-    )
+    assert "no traced request has its times, so no request can be replayed" in " ".join((stdout + stderr).split())
     assert not (tmp_path / "blis" / "trace-data.csv").exists()

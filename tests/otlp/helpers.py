@@ -138,16 +138,12 @@ def read_records(
     events: Mapping[str, Mapping[str, pl.DataType]],
 ) -> Found:
     """Read records that were cut already."""
-    blocks = [
-        Block("f", "document", encoding, n, None, len(payload), payload) for n, payload in enumerate(payloads)
-    ]
+    blocks = [Block("f", "document", encoding, n, None, len(payload), payload) for n, payload in enumerate(payloads)]
     numbered = [(n, block, block.payload) for n, block in enumerate(blocks)]
     return _plain(list(decode_blocks(numbered, Wanted((), frozenset(kept), events), _USUAL)), [], events)
 
 
-def _plain(
-    batches: list[SpanBatch], rejects: list[Reject], wanted: Mapping[str, Mapping[str, pl.DataType]]
-) -> Found:
+def _plain(batches: list[SpanBatch], rejects: list[Reject], wanted: Mapping[str, Mapping[str, pl.DataType]]) -> Found:
     found = Found([], {}, {}, rejects)
     for batch in batches:
         first = len(found.spans)

@@ -79,17 +79,13 @@ def test_an_attribute_that_some_events_lack_is_null_there(otlp, column_of, times
 
 def test_more_layouts_than_are_looked_for_are_read_all_the_same(otlp, column_of):
     """Each of a hundred keys stands in enough events for a layout of its own."""
-    lists = [
-        [otlp.attribute(f"k{n:03}", boolValue=True), otlp.attribute("k", intValue=str(n))] for n in range(100)
-    ]
+    lists = [[otlp.attribute(f"k{n:03}", boolValue=True), otlp.attribute("k", intValue=str(n))] for n in range(100)]
     assert column_of(lists * 30) == list(range(100)) * 30
 
 
 @pytest.mark.mostly_slow(every=2)
 def test_layouts_of_one_event_each(otlp, column_of):
-    lists = [
-        [otlp.attribute("k", intValue=str(n))] + [otlp.attribute("x", boolValue=True)] * n for n in range(200)
-    ]
+    lists = [[otlp.attribute("k", intValue=str(n))] + [otlp.attribute("x", boolValue=True)] * n for n in range(200)]
     assert column_of(lists) == list(range(200))
 
 
@@ -97,8 +93,7 @@ def test_layouts_of_one_event_each(otlp, column_of):
 def test_long_strings(otlp, column_of, times):
     strings = ["", "x" * 7, "x" * 8, "x" * 127, "x" * 128, "é" * 300, "x" * 4095, "x" * 4097, "y" * 70_000]
     assert (
-        column_of([[otlp.attribute("k", stringValue=s)] for s in strings] * times, dtype=pl.String())
-        == strings * times
+        column_of([[otlp.attribute("k", stringValue=s)] for s in strings] * times, dtype=pl.String()) == strings * times
     )
 
 
@@ -114,8 +109,7 @@ def test_events_keep_their_order_and_their_span(otlp, times):
         return otlp.event(name, [otlp.attribute("n", intValue=str(number))])
 
     spans = [
-        otlp.span(n, events=[event("e", 10 * n), event("other", 0), event("e", 10 * n + 1)] * times)
-        for n in (1, 2)
+        otlp.span(n, events=[event("e", 10 * n), event("other", 0), event("e", 10 * n + 1)] * times) for n in (1, 2)
     ]
     found = otlp.read(otlp.to_json(otlp.record(*spans)))
     rows = [(row["span"], row["n"]) for row in found.events["e"]]
@@ -124,9 +118,7 @@ def test_events_keep_their_order_and_their_span(otlp, times):
 
 def test_events_that_nobody_asked_for_are_counted(otlp):
     events = [otlp.event(name, []) for name in ("a", "b", "e", "a")]
-    found = otlp.read(
-        otlp.SHAPES["framed protobuf"]([otlp.record(otlp.span(1), otlp.span(2, events=events))])
-    )
+    found = otlp.read(otlp.SHAPES["framed protobuf"]([otlp.record(otlp.span(1), otlp.span(2, events=events))]))
     assert found.counts == {(1, "a"): 2, (1, "b"): 1, (1, "e"): 1}
     assert list(found.events) == ["e"]
 

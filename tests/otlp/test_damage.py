@@ -194,9 +194,7 @@ def test_a_line_that_is_no_record_is_named_for_what_it_is(otlp, line, reason):
     assert reason in found.reject.reason
 
 
-@pytest.mark.parametrize(
-    "line", [b"{}", b"[]", b'{"resourceSpans":[]}', b'{"resourceSpans":null}', b'{"batches":[]}']
-)
+@pytest.mark.parametrize("line", [b"{}", b"[]", b'{"resourceSpans":[]}', b'{"resourceSpans":null}', b'{"batches":[]}'])
 def test_an_empty_export_is_neither_spans_nor_a_reject(otlp, line):
     (a,) = lines_of(otlp, 1)
     found = otlp.read(b"\n".join([line, a, line]))

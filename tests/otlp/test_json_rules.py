@@ -31,16 +31,12 @@ def rejected(otlp, **fields):
     return found.reject.reason
 
 
-@pytest.mark.parametrize(
-    "spelled", [TRACE_ID, TRACE_ID.upper(), base64.b64encode(bytes.fromhex(TRACE_ID)).decode()]
-)
+@pytest.mark.parametrize("spelled", [TRACE_ID, TRACE_ID.upper(), base64.b64encode(bytes.fromhex(TRACE_ID)).decode()])
 def test_trace_ids_are_hex_in_any_case_or_base64(otlp, spelled):
     assert one(otlp, traceId=spelled).span["trace_id"] == TRACE_ID
 
 
-@pytest.mark.parametrize(
-    "spelled", [SPAN_ID, SPAN_ID.upper(), base64.b64encode(bytes.fromhex(SPAN_ID)).decode()]
-)
+@pytest.mark.parametrize("spelled", [SPAN_ID, SPAN_ID.upper(), base64.b64encode(bytes.fromhex(SPAN_ID)).decode()])
 def test_span_and_parent_ids_are_hex_in_any_case_or_base64(otlp, spelled):
     span = one(otlp, spanId=spelled, parentSpanId=spelled).span
     assert (span["span_id"], span["parent_span_id"]) == (SPAN_ID, SPAN_ID)
@@ -203,9 +199,7 @@ def test_keys_may_be_snake_case(otlp):
     read = otlp.read_one(otlp.to_json(tree))
     assert read.span["attributes"] == {"a": "x"}
     assert read.events["e"][0]["n"] == 6
-    found = [
-        read.span[key] for key in ("start_unix_ns", "end_unix_ns", "dropped_events", "dropped_attributes")
-    ]
+    found = [read.span[key] for key in ("start_unix_ns", "end_unix_ns", "dropped_events", "dropped_attributes")]
     assert found == [1, 2, 3, 4]
     assert (read.span["scope"], read.span["parent_span_id"]) == ("s", SPAN_ID)
 
@@ -319,9 +313,7 @@ def test_dropped_attributes_of_span_and_events_are_summed(otlp):
 
 
 def test_old_tempo_names_of_the_scope_are_read(otlp):
-    batch = {
-        "instrumentationLibrarySpans": [{"instrumentationLibrary": {"name": "s"}, "spans": [otlp.span()]}]
-    }
+    batch = {"instrumentationLibrarySpans": [{"instrumentationLibrary": {"name": "s"}, "spans": [otlp.span()]}]}
     assert otlp.read_one(otlp.to_json({"batches": [batch]})).span["scope"] == "s"
 
 

@@ -1,4 +1,5 @@
-"""Attributes of many events are read column by column, in any layout, as `json.loads` and the parser of one event read them."""
+"""Attributes of many events are read column by column, in any layout, as `json.loads` and the parser of one event read
+them."""
 
 from __future__ import annotations
 
@@ -39,14 +40,10 @@ TYPES = {
 COLUMNS = {key: TYPES[kind] for key, kind in KINDS.items()}
 
 VALUES = {
-    "intValue": st.one_of(
-        st.integers(-(2**63), 2**63 - 1), st.sampled_from([0, 9, 10, 10**18, 2**63 - 1, -(2**63)])
-    ),
+    "intValue": st.one_of(st.integers(-(2**63), 2**63 - 1), st.sampled_from([0, 9, 10, 10**18, 2**63 - 1, -(2**63)])),
     "doubleValue": st.floats(allow_nan=False, allow_infinity=False),
     "boolValue": st.booleans(),
-    "stringValue": st.sampled_from(
-        ["", "DECODE", 'a"b', "back\\slash", "tab\t", "漢字😀", "\x7f", '"}]', "x" * 200]
-    ),
+    "stringValue": st.sampled_from(["", "DECODE", 'a"b', "back\\slash", "tab\t", "漢字😀", "\x7f", '"}]', "x" * 200]),
 }
 
 # How exporters write JSON: white space between all signs, escapes, the order of keys, numbers as text or not.
@@ -99,23 +96,17 @@ def crowds(draw):
     """Draw values of a few attributes, and repeat them: enough for reading by column, few enough to look at."""
     keys = draw(st.lists(st.sampled_from([*KINDS]), unique=True, max_size=5))
     layouts = draw(
-        st.lists(
-            st.lists(st.sampled_from(keys), unique=True) if keys else st.just([]), min_size=1, max_size=4
-        )
+        st.lists(st.lists(st.sampled_from(keys), unique=True) if keys else st.just([]), min_size=1, max_size=4)
     )
     return [{key: draw(VALUES[KINDS[key]]) for key in layout} for layout in layouts] * 20
 
 
 @whole_files
-@given(
-    crowd=crowds(), styles=st.tuples(STYLES, STYLES), encoding=st.sampled_from(["lines", "framed protobuf"])
-)
+@given(crowd=crowds(), styles=st.tuples(STYLES, STYLES), encoding=st.sampled_from(["lines", "framed protobuf"]))
 def test_events_are_what_was_written(otlp, crowd, styles, encoding):
     events = [
         written(
-            ordered(
-                [("timeUnixNano", str(n)), ("name", "e"), ("attributes", attributes_of(values, style))], style
-            ),
+            ordered([("timeUnixNano", str(n)), ("name", "e"), ("attributes", attributes_of(values, style))], style),
             style,
         )
         for n, values in enumerate(crowd)
@@ -127,9 +118,7 @@ def test_events_are_what_was_written(otlp, crowd, styles, encoding):
         events={"e": COLUMNS},
     )
     assert found.rejects == []
-    texts = [
-        {key: as_text(v) if KINDS[key] == "boolValue" else v for key, v in values.items()} for values in crowd
-    ]
+    texts = [{key: as_text(v) if KINDS[key] == "boolValue" else v for key, v in values.items()} for values in crowd]
     assert found.events["e"] == [
         {"span": 0, "unix_ns": n, **dict.fromkeys(KINDS), **values} for n, values in enumerate(texts)
     ]
@@ -138,10 +127,7 @@ def test_events_are_what_was_written(otlp, crowd, styles, encoding):
 @whole_files
 @given(crowd=crowds(), style=STYLES, encoding=st.sampled_from(["lines", "framed protobuf"]))
 def test_attributes_of_spans_are_texts(otlp, crowd, style, encoding):
-    spans = [
-        span_of(1 + n, attributes=written(attributes_of(values, style), style))
-        for n, values in enumerate(crowd)
-    ]
+    spans = [span_of(1 + n, attributes=written(attributes_of(values, style), style)) for n, values in enumerate(crowd)]
     found = otlp.read(data_of(otlp, record_of(spans), encoding), kept=KINDS)
     assert found.rejects == []
     assert [span["attributes"] for span in found.spans] == [
@@ -158,14 +144,10 @@ def as_text(value):
 @whole_files
 @given(crowd=crowds(), style=STYLES, block_bytes=st.integers(50, 20_000))
 def test_the_size_of_a_block_changes_nothing(otlp, crowd, style, block_bytes):
-    events = [
-        written({"timeUnixNano": "1", "name": "e", "attributes": attributes_of(v, style)}, style)
-        for v in crowd
-    ]
+    events = [written({"timeUnixNano": "1", "name": "e", "attributes": attributes_of(v, style)}, style) for v in crowd]
     lines = [record_of([span_of(n, events=f"[{','.join(events)}]")]) for n in (1, 2, 3)]
     whole, cut = (
-        otlp.read("\n".join(lines).encode(), events={"e": COLUMNS}, block_bytes=size)
-        for size in (None, block_bytes)
+        otlp.read("\n".join(lines).encode(), events={"e": COLUMNS}, block_bytes=size) for size in (None, block_bytes)
     )
     assert cut.content == whole.content
     assert whole.rejects == cut.rejects == []
@@ -183,12 +165,11 @@ DEPTH, RATIO = (
 
 @pytest.mark.parametrize("encoding", ["lines", "framed protobuf"])
 def test_events_become_rows_of_steps(otlp, encoding):
-    """A summary without a step or a time is counted but gives no row; every column except the ratio has whole numbers."""
+    """A summary without a step or a time is counted but gives no row; every column except the ratio has whole
+    numbers."""
     events = [
         f'{{"name":"step.BATCH_SUMMARY","timeUnixNano":"{n}","attributes":[{",".join(attributes)}]}}'
-        for n, attributes in enumerate(
-            [[STEP, TIME, DEPTH], [TIME, STEP, RATIO], [STEP, DEPTH], [TIME], []] * 10, 1
-        )
+        for n, attributes in enumerate([[STEP, TIME, DEPTH], [TIME, STEP, RATIO], [STEP, DEPTH], [TIME], []] * 10, 1)
     ]
     wanted = wanted_of(IngestOptions())
     data = data_of(otlp, record_of([span_of(1, events=f"[{','.join(events)}]")]), encoding)
@@ -243,9 +224,7 @@ USUAL = [
 @pytest.mark.parametrize("literal", LITERALS, ids=lambda text: ascii(text)[:20])
 def test_literal_is_read_alike_by_parser_and_layout(otlp, literal):
     """Few events go through the parser, many are read by column: both accept the same, and as the same."""
-    for (kind, usual), dtype in (
-        (each, dtype) for each in USUAL for dtype in (pl.Int64(), pl.Float64(), pl.String())
-    ):
+    for (kind, usual), dtype in ((each, dtype) for each in USUAL for dtype in (pl.Int64(), pl.Float64(), pl.String())):
         alone, crowd = (read_values(otlp, kind, [usual] * times + [literal], dtype) for times in (2, 50))
         is_read = len(alone.ids) == 3
         assert len(crowd.ids) == (51 if is_read else 50), (kind, usual, dtype)

@@ -34,9 +34,7 @@ def test_every_container_holds_the_same_spans(otlp, shape, data):
     wanted = otlp.wanted_of(records, data.draw(st.sampled_from([pl.Int64(), pl.Float64()])))
     expected = otlp.read(otlp.SHAPES["lines"](records), **wanted)
     assert expected.rejects == []
-    assert expected.ids == [
-        s["spanId"] for r in records for s in r["resourceSpans"][0]["scopeSpans"][0]["spans"]
-    ]
+    assert expected.ids == [s["spanId"] for r in records for s in r["resourceSpans"][0]["scopeSpans"][0]["spans"]]
     compressions = otlp.COMPRESSIONS if "zstd" not in shape else {"plain": bytes}  # one compression, not two
     for compress in compressions.values():
         found = otlp.read(compress(otlp.SHAPES[shape](records)), **wanted)
@@ -84,9 +82,7 @@ def test_a_long_record_that_is_split_holds_the_same_spans(otlp, shape, data):
     wanted = otlp.wanted_of(records)
     content = otlp.SHAPES[shape](records)
     whole = otlp.read(content, **wanted)
-    split = otlp.read(
-        content, **wanted, decode_limits=DecodeLimits(piece_bytes=data.draw(st.integers(1, 300)))
-    )
+    split = otlp.read(content, **wanted, decode_limits=DecodeLimits(piece_bytes=data.draw(st.integers(1, 300))))
     assert split.content == whole.content
     assert [span["source_offset"] for span in split.spans] == [span["source_offset"] for span in whole.spans]
 

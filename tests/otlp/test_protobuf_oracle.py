@@ -191,9 +191,7 @@ def check(otlp, payloads, records, *, is_whole):
             assert found.ids == [each["span_id"] for each in spans]
             continue
         assert [{key: each[key] for key in FACTS} for each in found.spans] == spans
-        assert {name: len(rows) for name, rows in found.events.items()} == {
-            n: len(rows) for n, rows in events.items()
-        }
+        assert {name: len(rows) for name, rows in found.events.items()} == {n: len(rows) for n, rows in events.items()}
         for name, rows in events.items():
             for one, other in zip(found.events[name], rows, strict=True):
                 assert {k: v for k, v in one.items() if other[k] != "any"} == {

@@ -27,9 +27,7 @@ def test_attributes_of_any_length_are_read_column_by_column(sizes):
         for number, text in enumerate(texts)
     ]
     packed = PackedTexts.of(events)
-    rows, columns = layouts.read_columns(
-        packed, np.arange(len(events)), {"note", "step.id"}, layouts.PROTOBUF
-    )
+    rows, columns = layouts.read_columns(packed, np.arange(len(events)), {"note", "step.id"}, layouts.PROTOBUF)
     assert rows.tolist() == list(range(len(events)))
     assert columns["note"].to_list() == texts
     assert columns["step.id"].to_list() == list(range(len(texts)))

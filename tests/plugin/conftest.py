@@ -74,7 +74,8 @@ def built():
 
 @pytest.fixture
 def serve():
-    """Return a function that sends one request through the middleware to an app; it returns the app's scope and the spans."""
+    """Return a function that sends one request through the middleware to an app; it returns the app's scope and the
+    spans."""
 
     def of(app, *, path="/v1/completions", headers=()):
         exporter, seen = InMemorySpanExporter(), []

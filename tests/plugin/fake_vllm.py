@@ -1,8 +1,8 @@
 """A scheduler with the interface of vLLM's, small enough to be read: what the plugin subclasses in its tests.
 
-It batches continuously: running requests first, then waiting ones, within slots, a token budget and KV blocks. Preempted
-requests compute everything again. `engine_step` is the engine's loop; with `ahead`, a step is scheduled before the outputs
-of the one before it have come. Everything it does is in `truth`, for tests to compare.
+It batches continuously: running requests first, then waiting ones, within slots, a token budget and KV blocks.
+Preempted requests compute everything again. `engine_step` is the engine's loop; with `ahead`, a step is scheduled
+before the outputs of the one before it have come. Everything it does is in `truth`, for tests to compare.
 """
 
 from __future__ import annotations
@@ -63,9 +63,7 @@ class Truth:
 
 
 class FakeScheduler:
-    def __init__(
-        self, *, slots=4, budget=64, blocks=1000, block_size=16, draft=0, endpoint="http://c:4317", rank=0
-    ):
+    def __init__(self, *, slots=4, budget=64, blocks=1000, block_size=16, draft=0, endpoint="http://c:4317", rank=0):
         self.vllm_config = SimpleNamespace(
             parallel_config=SimpleNamespace(data_parallel_index=rank, data_parallel_size=1),
             observability_config=SimpleNamespace(otlp_traces_endpoint=endpoint),
@@ -142,9 +140,7 @@ class FakeScheduler:
             self.waiting.popleft()
             self.running.append(request)
             if request.status is Status.WAITING:
-                new.append(
-                    SimpleNamespace(req_id=request.request_id, num_computed_tokens=before, block_ids=got)
-                )
+                new.append(SimpleNamespace(req_id=request.request_id, num_computed_tokens=before, block_ids=got))
             else:
                 ids.append(request.request_id)
                 computed.append(before)
@@ -159,8 +155,7 @@ class FakeScheduler:
                 len(self.waiting),
                 self.free,
                 sorted(
-                    (n, t, self.requests[n].num_computed_tokens, self.requests[n].outputs)
-                    for n, t in tokens.items()
+                    (n, t, self.requests[n].num_computed_tokens, self.requests[n].outputs) for n, t in tokens.items()
                 ),
             ]
         )
@@ -223,7 +218,8 @@ def sample(output, right):
 
 
 def engine(scheduler, arrivals, *, ahead=False, aborts=None, right=0):
-    """Run requests to their end: `arrivals` are requests by the step before which they come, `aborts` names likewise."""
+    """Run requests to their end: `arrivals` are requests by the step before which they come, `aborts` names
+    likewise."""
     aborts, open_, number = aborts or {}, deque(), 0
     while arrivals or scheduler.requests or open_:
         number += 1

@@ -1,4 +1,5 @@
-"""From the engine through an OpenTelemetry Collector of somebody else's to tables: `pip install --pre rotel` brings one.
+"""From the engine through an OpenTelemetry Collector of somebody else's to tables: `pip install --pre rotel` brings
+one.
 
 Skipped where it is not installed: its wheels are for few platforms.
 """

@@ -1,4 +1,5 @@
-"""Every event and key of the specification, with the type it has on the wire; what is not in it is on the plugin's page."""
+"""Every event and key of the specification, with the type it has on the wire; what is not in it is on the plugin's
+page."""
 
 from __future__ import annotations
 
@@ -80,9 +81,7 @@ def test_the_engines_spans_have_every_event_and_key(traced, built, monkeypatch):
     assert all(types(summary) == SUMMARY | MORE for summary in found.summaries)
     assert all(types(snapshot) == SNAPSHOT for snapshot in found.snapshots)
     assert {snapshot["request.phase"] for snapshot in found.snapshots} == {"PREFILL", "DECODE"}
-    assert {span.name for span in found.steps} == {
-        f"scheduler_steps_{n}" for n in range(1, len(found.steps) + 1)
-    }
+    assert {span.name for span in found.steps} == {f"scheduler_steps_{n}" for n in range(1, len(found.steps) + 1)}
 
 
 def test_the_api_servers_span_has_its_events(serve):

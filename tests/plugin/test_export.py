@@ -163,7 +163,8 @@ def test_what_finds_no_room_is_counted_on_the_next_span(recorded, monkeypatch):
 
 
 def test_records_lost_to_a_slow_exporter_are_counted(monkeypatch, tmp_path):
-    """The process reads nothing until the engine has handed over everything: what it gets and what is counted is all."""
+    """The process reads nothing until the engine has handed over everything: what it gets and what is counted is
+    all."""
     monkeypatch.setattr(recorder, "MOST_WEIGHT", 5000)
     os.mkfifo(tmp_path / "gate")
     program = "import sys; open(sys.argv[1]).read(); open(sys.argv[2], 'wb').write(sys.stdin.buffer.read())"

@@ -94,7 +94,8 @@ def test_every_request_has_its_journey(ran, built):
 
 
 def test_a_token_is_of_the_step_that_computed_it(ran, built):
-    """Also where the next step is scheduled before the token comes: first and last step of each request as it is known."""
+    """Also where the next step is scheduled before the token comes: first and last step of each request as it is
+    known."""
     scheduler, recorder = ran
     computed = {}
     for step, *_, batch in scheduler.truth.steps:

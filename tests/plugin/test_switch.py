@@ -75,9 +75,7 @@ def test_a_diffusion_model_gets_the_scheduler_it_needs(config, monkeypatch):
     module = ModuleType("vllm.v1.core.sched.diffusion_scheduler")
     module.DiffusionScheduler = type("DiffusionScheduler", (_Sync,), {})
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    settings = SimpleNamespace(
-        scheduler_config=SimpleNamespace(async_scheduling=False), diffusion_config=object()
-    )
+    settings = SimpleNamespace(scheduler_config=SimpleNamespace(async_scheduling=False), diffusion_config=object())
     assert type(tracefit_vllm.Scheduler(vllm_config=settings)).__mro__[1] is module.DiffusionScheduler
 
 

@@ -18,7 +18,8 @@ _KINDS = {1: SpanKind.INTERNAL, 2: SpanKind.SERVER}
 
 
 def sdk_spans(run: SynthRun, *, offset: int = 0) -> list[ReadableSpan]:
-    """Return every span of a run, in the order they were sent; `offset` is added to trace ids, to make others of them."""
+    """Return every span of a run, in the order they were sent; `offset` is added to trace ids, to make others of
+    them."""
     scopes = {span.scope: InstrumentationScope(span.scope) for span in run.spans}
     return [
         _sdk_span(span, Resource(batch.resource), scopes[span.scope], offset)
@@ -27,9 +28,7 @@ def sdk_spans(run: SynthRun, *, offset: int = 0) -> list[ReadableSpan]:
     ]
 
 
-def _sdk_span(
-    span: GeneratedSpan, resource: Resource, scope: InstrumentationScope, offset: int
-) -> ReadableSpan:
+def _sdk_span(span: GeneratedSpan, resource: Resource, scope: InstrumentationScope, offset: int) -> ReadableSpan:
     def context(span_id: str) -> SpanContext:
         trace_id = (int(span.trace_id, 16) + offset) % (1 << 128)
         return SpanContext(trace_id, int(span_id, 16), is_remote=False, trace_flags=TraceFlags(1))

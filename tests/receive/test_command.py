@@ -61,9 +61,7 @@ def test_what_is_no_rotation_is_refused(text):
 
 @pytest.mark.slow
 def test_missing_settings_are_lines_to_fill_in(lib, start, tmp_path):
-    receiver = start(
-        tmp_path, "--model", "org/m", "--gpu", "H100", "--set", "max_num_seqs=64", "--set", "site=lab"
-    )
+    receiver = start(tmp_path, "--model", "org/m", "--gpu", "H100", "--set", "max_num_seqs=64", "--set", "site=lab")
     export(receiver.grpc_port, lib.request(1))
     receiver.end()
     text = (tmp_path / "vllm" / "exp-config.yaml").read_text()
@@ -126,9 +124,7 @@ def test_a_command_line_or_a_log_is_read_of_vllm(lib, start, config_of, tmp_path
         pytest.param(("--token-file", "missing"), "cannot be read", marks=pytest.mark.slow),
         pytest.param(("--set", "max_num_seq=1"), "did you mean", marks=pytest.mark.slow),
         pytest.param(("--tls-cert", "missing"), "go together", marks=pytest.mark.slow),
-        pytest.param(
-            ("--tls-cert", "missing", "--tls-key", "missing"), "cannot listen", marks=pytest.mark.slow
-        ),
+        pytest.param(("--tls-cert", "missing", "--tls-key", "missing"), "cannot listen", marks=pytest.mark.slow),
     ],
 )
 def test_a_wrong_option_is_one_line_before_anything_is_received(tracefit, tmp_path, arguments, text):
@@ -176,9 +172,7 @@ def test_without_the_extra_it_says_what_to_install(tmp_path):
     command = [sys.executable, "-c", code, "receive", "--out", tmp_path, *ANY]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 2
-    assert (
-        done.stderr == "tracefit: receiving needs the Python package h11; pip install 'tracefit[receive]'\n"
-    )
+    assert done.stderr == "tracefit: receiving needs the Python package h11; pip install 'tracefit[receive]'\n"
 
 
 @pytest.mark.slow
@@ -219,9 +213,7 @@ def test_the_tutorials_three_lines_work(lib, start, tmp_path):
     spans = lib.sdk_spans(synth(SynthOptions(requests=150, step_sampling=0.5)))
     OTLPSpanExporter(f"http://127.0.0.1:{receiver.grpc_port}", timeout=60).export(spans)
     assert receiver.end()[0] == 0
-    arguments = [
-        {"traces/": str(tmp_path / "traces"), "out/": str(tmp_path / "out")}.get(w, w) for w in run[1:]
-    ]
+    arguments = [{"traces/": str(tmp_path / "traces"), "out/": str(tmp_path / "out")}.get(w, w) for w in run[1:]]
     done = subprocess.run([sys.executable, "-m", "tracefit.cli", *arguments, "--fast"], check=False)
     assert done.returncode in (0, 3)
     beta = json.loads((tmp_path / "out" / "models" / "beta.json").read_text())

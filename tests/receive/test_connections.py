@@ -93,9 +93,7 @@ def test_a_port_accepts_a_limited_number(lib, tmp_path, kind):
 def test_silent_or_half_open_connection_is_closed(lib, tmp_path, certificate, kind, sent, is_tls):
     """With TLS, the client sends bytes that are not a handshake, or nothing at all."""
     cert, key = certificate
-    options = ReceiveOptions(
-        grpc_port=0, http_port=0, **({"tls_cert": cert, "tls_key": key} if is_tls else {})
-    )
+    options = ReceiveOptions(grpc_port=0, http_port=0, **({"tls_cert": cert, "tls_key": key} if is_tls else {}))
 
     async def main():
         limits = IntakeLimits(idle_s=0.2, read_s=0.2)

@@ -1,7 +1,7 @@
 """Nothing acknowledged is lost: kills, full disks, failing disks, restarts.
 
-Disks fill up for real, by a limit on the size of files or a small file system. Only a sync that is slow or fails is put in
-place (`on_sync`), as is the clock of rotation.
+Disks fill up for real, by a limit on the size of files or a small file system. Only a sync that is slow or fails is put
+in place (`on_sync`), as is the clock of rotation.
 """
 
 from __future__ import annotations
@@ -92,9 +92,7 @@ class Sending:
         self._instances = instances
         self.enough = threading.Semaphore(0)
         self._lib, self._port = lib, port
-        self._threads = [
-            threading.Thread(target=self._send, args=(first + n * 1_000_000,)) for n in range(threads)
-        ]
+        self._threads = [threading.Thread(target=self._send, args=(first + n * 1_000_000,)) for n in range(threads)]
         for thread in self._threads:
             thread.start()
 

@@ -1,4 +1,5 @@
-"""ForwardPassMetrics from publishers: what is kept, what is counted, what is bounded, and that the room of recordings reads it."""
+"""ForwardPassMetrics from publishers: what is kept, what is counted, what is bounded, and that the room of recordings
+reads it."""
 
 from __future__ import annotations
 
@@ -154,7 +155,8 @@ def test_sequence_gaps_are_lost_messages(publishing):
     async def body():
         async with publishing() as at:
             good = maps(steps(6))
-            # 5 to 9 never come; what was sent before the first one is not known; the second life begins at 0 and loses 1.
+            # 5 to 9 never come; what was sent before the first one is not known; the second life begins at 0 and loses
+            # 1.
             for number, payload in zip([3, 4, 10, 0, 2, 2**63], good, strict=True):
                 await at.send([b"", number.to_bytes(8, "big"), payload])
             await at.done(6)
@@ -222,9 +224,7 @@ def test_loopback_is_allowed(endpoint):
     ReceiveOptions(forward_pass_metrics=(endpoint,)).require_safe()
 
 
-@pytest.mark.parametrize(
-    "endpoint", ["tcp://10.0.0.7:20380", "tcp://engine:20380", "tcp://[2001:db8::1]:20380"]
-)
+@pytest.mark.parametrize("endpoint", ["tcp://10.0.0.7:20380", "tcp://engine:20380", "tcp://[2001:db8::1]:20380"])
 def test_other_machines_need_insecure(endpoint):
     with pytest.raises(UsageError, match="no authentication") as refused:
         ReceiveOptions(forward_pass_metrics=(endpoint,)).require_safe()
@@ -255,9 +255,7 @@ def test_the_command_shows_records_losses_and_what_was_not_kept(start, tmp_path)
     with zmq.Context() as context, context.socket(zmq.XPUB) as publisher:
         port = publisher.bind_to_random_port("tcp://127.0.0.1")
         endpoint = f"tcp://127.0.0.1:{port}"
-        receiver = start(
-            tmp_path, "--forward-pass-metrics", endpoint, "--model", "m", "--set", "backend=sglang"
-        )
+        receiver = start(tmp_path, "--forward-pass-metrics", endpoint, "--model", "m", "--set", "backend=sglang")
         publisher.recv()
         first, *rest = numbered(maps(steps(40)))
         for message in (first, *rest[2:], [b"", (40).to_bytes(8, "big"), b"junk"]):

@@ -104,7 +104,8 @@ def test_health_check_of_the_example_needs_a_receiver(start, tmp_path):
 
 
 def test_example_server_uses_stock_flags_alone():
-    """Stock vLLM refuses to start with flags of its fork; it sends one span per request, which the endpoint turns on."""
+    """Stock vLLM refuses to start with flags of its fork; it sends one span per request, which the endpoint turns
+    on."""
     service = COMPOSE["services"]["vllm"]
     assert service["image"].startswith("vllm/vllm-openai:")
     flags = {argument.partition("=")[0]: argument.partition("=")[2] for argument in service["command"]}
@@ -114,9 +115,7 @@ def test_example_server_uses_stock_flags_alone():
     assert service["environment"]["OTEL_EXPORTER_OTLP_TRACES_INSECURE"] == "true"
 
 
-@pytest.mark.parametrize(
-    "page", ["README.md", *sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("docs/**/*.md"))]
-)
+@pytest.mark.parametrize("page", ["README.md", *sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("docs/**/*.md"))])
 def test_serve_lines_in_docs_mark_flags_of_the_fork(page):
     before, *blocks = re.split(r"```bash\n", (ROOT / page).read_text())
     for block in blocks:

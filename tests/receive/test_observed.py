@@ -16,9 +16,7 @@ from tracefit.receive.spans import PrivacyFilter
 
 def observe(traces, observed=None):
     observed = observed or Observed()
-    observed.spans += sum(
-        part.spans for part in at_once(PrivacyFilter().by_sender(traces.protobuf(), observed))
-    )
+    observed.spans += sum(part.spans for part in at_once(PrivacyFilter().by_sender(traces.protobuf(), observed)))
     return observed
 
 
@@ -183,8 +181,6 @@ def test_open_requests_are_forgotten_after_a_while():
         core = SimpleNamespace(trace_id=number, dropped_events_count=0, events=[first_token])
         observed.add("vllm.scheduler", core)
     for number in (0, 10_999):
-        api = SimpleNamespace(
-            trace_id=number, dropped_events_count=0, name="llm_request", start_time_unix_nano=10
-        )
+        api = SimpleNamespace(trace_id=number, dropped_events_count=0, name="llm_request", start_time_unix_nano=10)
         observed.add("vllm.api", api)
     assert list(observed.ttft_s.recent) == [20 / 1e9]

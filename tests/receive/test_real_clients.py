@@ -31,9 +31,7 @@ def exporter(kind, receiver, timeout=60):
         more = {"channel_options": options} if _TAKES_OPTIONS else {}  # older ones do not
         return GrpcExporter(at, compression=compression, timeout=timeout, **more)
     compression = Compression.Gzip if is_gzip else Compression.NoCompression
-    return HttpExporter(
-        f"http://127.0.0.1:{receiver.http_port}/v1/traces", compression=compression, timeout=timeout
-    )
+    return HttpExporter(f"http://127.0.0.1:{receiver.http_port}/v1/traces", compression=compression, timeout=timeout)
 
 
 def send(kind, receiver, spans, connections=1):
@@ -55,9 +53,7 @@ def send(kind, receiver, spans, connections=1):
 
 
 def ids(spans):
-    return sorted(
-        (s.context.trace_id.to_bytes(16, "big"), s.context.span_id.to_bytes(8, "big")) for s in spans
-    )
+    return sorted((s.context.trace_id.to_bytes(16, "big"), s.context.span_id.to_bytes(8, "big")) for s in spans)
 
 
 @pytest.fixture(scope="module")
@@ -93,9 +89,7 @@ def in_a_file(run, tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "kind", [pytest.param(k, marks=[pytest.mark.slow] if n else []) for n, k in enumerate(KINDS)]
-)
+@pytest.mark.parametrize("kind", [pytest.param(k, marks=[pytest.mark.slow] if n else []) for n, k in enumerate(KINDS)])
 def test_the_tables_are_those_of_the_same_spans_in_a_file(lib, start, tmp_path, run, in_a_file, kind):
     configured, of_a_file = in_a_file
     files = ["--run-config", configured / "exp-config.yaml", "--model-config", configured / "config.json"]
@@ -105,18 +99,14 @@ def test_the_tables_are_those_of_the_same_spans_in_a_file(lib, start, tmp_path, 
     received = tables(tmp_path / "received", tmp_path / "tables")
     for name in TABLES:
         expected = of_a_file[name]
-        assert (
-            received[name].drop("settings", strict=False).equals(expected.drop("settings", strict=False))
-        ), name
+        assert received[name].drop("settings", strict=False).equals(expected.drop("settings", strict=False)), name
     assert of_a_file["journey_events"].height > 500
     assert settings(received) == settings(of_a_file)
 
 
 def settings(found):
     (text,) = found["runs"]["settings"].unique().to_list()
-    return (
-        pl.Series([text]).str.json_decode(infer_schema_length=None).struct.unnest().drop("other").to_dicts()
-    )
+    return pl.Series([text]).str.json_decode(infer_schema_length=None).struct.unnest().drop("other").to_dicts()
 
 
 @pytest.mark.slow

@@ -77,9 +77,7 @@ def test_every_refusal_is_counted_by_its_cause(lib, tmp_path, case):
     over_http, over_grpc, count = CASES[case]
 
     async def main():
-        async with lib.running(
-            tmp_path, token=_token(tmp_path), limits=IntakeLimits(message_bytes=1000)
-        ) as at:
+        async with lib.running(tmp_path, token=_token(tmp_path), limits=IntakeLimits(message_bytes=1000)) as at:
             await asyncio.to_thread(lambda: _over_http(at.http_port, **over_http))
             await asyncio.to_thread(lambda: _over_grpc(at.grpc_port, **over_grpc))
             return at.intake.observed.refusals

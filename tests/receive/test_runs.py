@@ -1,4 +1,5 @@
-"""A run has one configuration: a start with other settings writes to a run folder of its own, the same one each time."""
+"""A run has one configuration: a start with other settings writes to a run folder of its own, the same one each
+time."""
 
 from __future__ import annotations
 
@@ -137,17 +138,15 @@ def test_a_start_says_in_one_line_where_spans_go(lib, start, tmp_path):
         receiver = start(tmp_path, "--set", f"max_num_seqs={seqs}")
         with grpc.insecure_channel(f"127.0.0.1:{receiver.grpc_port}") as channel:
             for service in ("one", "two"):
-                channel.unary_unary(EXPORT)(
-                    lib.request(seqs, service=service).SerializeToString(), timeout=30
-                )
+                channel.unary_unary(EXPORT)(lib.request(seqs, service=service).SerializeToString(), timeout=30)
         return receiver.before, receiver.end()[1]
 
     assert receive(64)[0] == ""
     before, _ = receive(128)
     own = {path.name.rpartition("-")[0]: path for path in Path(tmp_path).iterdir() if "-" in path.name}
     assert before == (
-        f"warning: one/ has other settings (max_num_seqs: 64 there, 128 now): what its service sends goes to {own['one'].name}/, "
-        "a run of its own; so it is with 1 other run\n"
+        "warning: one/ has other settings (max_num_seqs: 64 there, 128 now): what its service sends goes to "
+        f"{own['one'].name}/, a run of its own; so it is with 1 other run\n"
     )
     assert receive(128)[0] == before
     assert receive(64)[0] == ""

@@ -94,9 +94,7 @@ def test_a_server_beyond_the_limit_is_asked_to_try_again_and_all_can_see_it(lib,
             metrics = samples((await in_thread(get, at.http_port, "/metrics"))[1])
             return refused, refused_http, known[0], health, grpc_health, metrics, at.intake.observed.refusals
 
-    (code, text, trailers), (status, headers, _), known, health, grpc_health, metrics, refusals = asyncio.run(
-        main()
-    )
+    (code, text, trailers), (status, headers, _), known, health, grpc_health, metrics, refusals = asyncio.run(main())
     assert (code, text) == ("UNAVAILABLE", "2 servers are active, and no more may be")
     assert RetryInfo.FromString(trailers["google.rpc.retryinfo-bin"]).retry_delay.seconds == 5
     assert (status, headers["retry-after"]) == (503, "5")

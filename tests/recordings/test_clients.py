@@ -1,4 +1,5 @@
-"""Logs of load generators and of requests: their times, the steps that tokens show, their join with the server, damage."""
+"""Logs of load generators and of requests: their times, the steps that tokens show, their join with the server,
+damage."""
 
 from __future__ import annotations
 
@@ -307,9 +308,7 @@ def test_one_bad_value_of_a_benchmark_costs_its_request(key, bad, tmp_path):
     values = json.loads(clients.vllm_bench(plan))[key]
     found = decoded(bench_with(plan, **{key: [*values[:3], bad, *values[4:]]}), tmp_path)
     assert len(found.rejects) == 1
-    assert found.spans["gen_ai.usage.prompt_tokens"].cast(pl.Int64).to_list() == [
-        r.prompt for r in plan[:3] + plan[4:]
-    ]
+    assert found.spans["gen_ai.usage.prompt_tokens"].cast(pl.Int64).to_list() == [r.prompt for r in plan[:3] + plan[4:]]
 
 
 @pytest.mark.parametrize("form", [*EVERY_FORM.values(), clients.request_log])
@@ -351,8 +350,7 @@ def test_a_benchmark_whose_summary_has_another_unit_is_a_reject(factors, fault, 
     assert decoded(bench_with(plan, **summary), tmp_path).spans.height == 40
     for key, factor in factors.items():
         summary[key] = [
-            [v * factor for v in value] if isinstance(value, list) else value * factor
-            for value in result[key]
+            [v * factor for v in value] if isinstance(value, list) else value * factor for value in result[key]
         ]
     found = decoded(bench_with(plan, **summary), tmp_path)
     assert not found.spans.height
@@ -403,9 +401,7 @@ def test_a_benchmark_given_twice_counts_once(tmp_path):
 def test_benchmarks_of_one_file_are_on_one_clock(tmp_path):
     """Each date is cut to a whole second, by which the second benchmark seems to begin before the first one ends."""
     plan = clients.planned(80)
-    content = b"\n".join(
-        clients.vllm_bench(part, date=clients.date_of(part)) for part in (plan[:40], plan[40:])
-    )
+    content = b"\n".join(clients.vllm_bench(part, date=clients.date_of(part)) for part in (plan[:40], plan[40:]))
     starts = decoded(content, tmp_path).spans["start_unix_ns"]
     between_s = (starts - starts[0]).to_numpy() / 1e9
     assert between_s == pytest.approx([r.sent_s - plan[0].sent_s for r in plan], abs=1e-6)
@@ -563,8 +559,7 @@ def in_other_unit(result, factors):
     """Return a benchmark with lists of times times a factor."""
     for key, factor in factors.items():
         result[key] = [
-            [v * factor for v in value] if isinstance(value, list) else value * factor
-            for value in result[key]
+            [v * factor for v in value] if isinstance(value, list) else value * factor for value in result[key]
         ]
     return json.dumps(result).encode()
 
@@ -607,9 +602,7 @@ def test_more_requests_at_a_time_than_the_client_sends_are_in_another_unit(tmp_p
 def test_a_benchmark_without_a_summary_has_gaps_of_a_step(tmp_path):
     plan = clients.planned(40)
     assert decoded(clients.vllm_bench(plan), tmp_path).spans.height == 40
-    found = decoded(
-        in_other_unit(json.loads(clients.vllm_bench(plan)), {"ttfts": 1e3, "itls": 1e3}), tmp_path
-    )
+    found = decoded(in_other_unit(json.loads(clients.vllm_bench(plan)), {"ttfts": 1e3, "itls": 1e3}), tmp_path)
     assert not found.spans.height
     assert re.search(r"the median of itls is 1\d, longer than a step: is it in ms\?", found.rejects[0].reason)
 
@@ -673,9 +666,7 @@ def test_responses_of_llmperf_that_no_server_takes_ask_for_their_unit(tmp_path):
         )
     path = tmp_path / "responses.json"
     path.write_text(json.dumps(responses))
-    with pytest.raises(
-        DataError, match=r"the median time between tokens is 18 s, longer than a step: is it in ms\?"
-    ):
+    with pytest.raises(DataError, match=r"the median time between tokens is 18 s, longer than a step: is it in ms\?"):
         tracefit.ingest(path, tmp_path / "tables")
 
 
@@ -684,11 +675,7 @@ def test_a_duration_in_another_unit_than_the_throughput_is_a_reject(tmp_path):
     result = json.loads(clients.sglang_bench(clients.planned(30)))
     for name in ("ttfts", "itls"):
         result[name] = [[1e3 * t for t in v] if isinstance(v, list) else 1e3 * v for v in result[name]]
-    result |= {
-        name: 1e3 * value for name, value in result.items() if name.endswith("_ms") or name == "duration"
-    }
+    result |= {name: 1e3 * value for name, value in result.items() if name.endswith("_ms") or name == "duration"}
     path.write_text(json.dumps(result))
-    with pytest.raises(
-        DataError, match=r"duration is about 1,000 times requests over their throughput: is it in ms\?"
-    ):
+    with pytest.raises(DataError, match=r"duration is about 1,000 times requests over their throughput: is it in ms\?"):
         tracefit.ingest(path, tmp_path / "tables")

@@ -94,9 +94,7 @@ def test_a_record_becomes_a_step_with_its_contexts_and_its_time(ingested, kind, 
     records = [record(7, 0.0125, **MIXED, **WAITING), *steady(3, first=8)]
     content = b"".join(WRITERS[kind](records))
     if compress:
-        content = (
-            gzip.compress(content) if compress == "gzip" else pa.Codec("zstd").compress(content, asbytes=True)
-        )
+        content = gzip.compress(content) if compress == "gzip" else pa.Codec("zstd").compress(content, asbytes=True)
     tables = ingested(content)
 
     assert tables["result"].runs[0].rejects == 0
@@ -196,9 +194,7 @@ def test_known_files_are_not_decoded_again_and_grown_ones_are(ingested, monkeypa
 @given(
     kind=st.sampled_from(list(WRITERS)),
     size=st.integers(200, 50_000),
-    worker=st.text(st.characters(exclude_categories=["Cs"], exclude_characters=',"\r\n'), max_size=20).map(
-        str.strip
-    ),
+    worker=st.text(st.characters(exclude_categories=["Cs"], exclude_characters=',"\r\n'), max_size=20).map(str.strip),
 )
 def test_any_size_of_blocks_gives_the_same_steps(kind, size, worker):
     # More than is read at once to find the format.
@@ -335,9 +331,7 @@ def test_a_cut_record_does_not_take_the_one_behind_it(kind):
 @pytest.mark.parametrize("block_bytes", [300, 1 << 20])
 def test_tables_in_a_row_are_read_by_their_headers(block_bytes):
     table = csv_lines(steady(3))
-    reordered = [
-        b",".join(reversed(line.strip().split(b","))) + b"\n" for line in csv_lines(steady(3, first=4))
-    ]
+    reordered = [b",".join(reversed(line.strip().split(b","))) + b"\n" for line in csv_lines(steady(3, first=4))]
     steps, rejects = decoded(b"".join([*table, *reordered]), block_bytes=block_bytes)
     assert steps["step_id"].to_list() == [1, 2, 3, 4, 5, 6]
     assert steps["context_tokens"].to_list() == [800] * 6
@@ -352,9 +346,7 @@ def test_repeated_records_count_once(ingested):
     assert tables["steps"]["cycle_us"][2] == pytest.approx(10_030.0)
     run = tables["result"].runs[0]
     assert (run.duplicate_spans, run.implausible) == (6, 1)
-    assert (
-        tables["rejects"].select("reason", "source_file").rows()[0][0].startswith("steps.step_id is that of")
-    )
+    assert tables["rejects"].select("reason", "source_file").rows()[0][0].startswith("steps.step_id is that of")
 
 
 def test_rejects_are_limited():
@@ -396,9 +388,7 @@ def test_damage_in_one_place_costs_the_records_it_touches(kind, where, removed, 
 @settings(max_examples=100)
 @given(content=st.binary(max_size=400), kind=st.sampled_from(["json", "csv", "msgpack"]))
 def test_bytes_that_are_no_records_are_rejects(content, kind):
-    block = Block(
-        "f", "messages" if kind == "msgpack" else "lines", kind, 0, None, 0, None, "fpm", csv_lines([])[0]
-    )
+    block = Block("f", "messages" if kind == "msgpack" else "lines", kind, 0, None, 0, None, "fpm", csv_lines([])[0])
     found = decoded_block(fpm.decode, block, content)
     assert not found.steps.height
     # Blank lines, `{}` and byte order marks hold nothing, and are passed over.
@@ -425,7 +415,8 @@ LAYERS = ["linear_attention", "full_attention"] * 2
 
 
 def drawn(count, **fields):
-    """Return steps of a drawn batch whose time is 5,000 us, 20 more for each decode request and 0.01 for each token in cache."""
+    """Return steps of a drawn batch whose time is 5,000 us, 20 more for each decode request and 0.01 for each token in
+    cache."""
     rng = np.random.default_rng(3)
     for step in range(1, count + 1):
         requests, context = int(rng.integers(1, 30)), int(rng.integers(100, 50_000))
@@ -459,9 +450,7 @@ def test_a_table_alone_gives_a_model_of_steps_in_their_order(tmp_path, backend):
     assert model["intercept"]["value"] == pytest.approx(5_000, rel=0.02)
     assert terms["num_decode_reqs"] == pytest.approx(20, rel=0.1)
     assert terms["context_tokens"] == pytest.approx(0.01, rel=0.1)
-    kind, words = (
-        ("fpm", "output of a step to output of the next") if backend == "vllm" else ("fpm_gpu", "GPU time")
-    )
+    kind, words = ("fpm", "output of a step to output of the next") if backend == "vllm" else ("fpm_gpu", "GPU time")
     assert words in model["target"]["definition"]
     assert set(pl.read_parquet(tables / "timeline/run_id=one/*.parquet")["cycle_source"]) == {kind}
     # Unknown facts are stated: the GPU, the model, the other rank.
@@ -501,9 +490,7 @@ def busy(count, *, idle_every=10):
     records = []
     for step in range(count):
         is_idle = step % idle_every == 0
-        records.append(
-            record(step, 2.0 if is_idle else 0.008 + 0.001 * (step % 5), **({} if is_idle else BUSY))
-        )
+        records.append(record(step, 2.0 if is_idle else 0.008 + 0.001 * (step % 5), **({} if is_idle else BUSY)))
     return records
 
 
@@ -558,8 +545,7 @@ def test_receipts_in_batches_are_no_other_unit(together, tmp_path):
 def test_a_clock_that_jumps_is_no_other_unit(tmp_path):
     lines = json_lines(busy(200, idle_every=1000))
     jumped = [
-        json.dumps(one | {"received_at_ns": one["received_at_ns"] + (n > 100) * 3600 * 10**9}).encode()
-        + b"\n"
+        json.dumps(one | {"received_at_ns": one["received_at_ns"] + (n > 100) * 3600 * 10**9}).encode() + b"\n"
         for n, one in enumerate(map(json.loads, lines))
     ]
     _, steps, implausible = stored(tmp_path, jumped)
@@ -568,9 +554,7 @@ def test_a_clock_that_jumps_is_no_other_unit(tmp_path):
 
 
 def test_a_variance_that_is_not_a_number_costs_nothing():
-    line = json_lines([record(1, 0.01, **BUSY)])[0].replace(
-        b'"var_prefill_length":0.0', b'"var_prefill_length":NaN'
-    )
+    line = json_lines([record(1, 0.01, **BUSY)])[0].replace(b'"var_prefill_length":0.0', b'"var_prefill_length":NaN')
     found = decoded_block(fpm.decode, Block("f", "lines", "json", 0, None, len(line), line), line)
     assert (found.steps.height, found.rejects) == (1, [])
 
@@ -628,9 +612,7 @@ def test_long_prompts_are_no_other_unit(tmp_path):
 
 def traced(records, *, timestamp=1_790_000_000_000):
     """Return lines of Dynamo's `--fpm-trace`: https://docs.nvidia.com/dynamo, "Forward pass metrics", 1.6."""
-    events = (
-        {"schema": "dynamo.fpm.trace.v1", "worker_id": "w", "dp_rank": 0, "fpm": one} for one in records
-    )
+    events = ({"schema": "dynamo.fpm.trace.v1", "worker_id": "w", "dp_rank": 0, "fpm": one} for one in records)
     lines = ({"timestamp": timestamp + number, "event": event} for number, event in enumerate(events))
     return "".join(json.dumps(line) + "\n" for line in lines).encode()
 
@@ -658,9 +640,7 @@ def test_a_trace_with_every_step_has_no_warning(ingested):
 @together
 def test_a_record_of_gpu_time_is_not_the_cycle():
     records = metrics_of(steady(8))
-    lines = [
-        {"received_at_ns": 1_790_000_000_000_000_000 + n, "metrics": one} for n, one in enumerate(records)
-    ]
+    lines = [{"received_at_ns": 1_790_000_000_000_000_000 + n, "metrics": one} for n, one in enumerate(records)]
     for line in lines[:4]:
         line["metrics"]["timing_scope"] = "model_step_cuda"
     tables = yield recorded("".join(json.dumps(line) + "\n" for line in lines).encode())

@@ -30,10 +30,9 @@ AT = 1_795_424_149.573491
 """2026-11-23 08:55:49.573491 UTC."""
 
 
-def message(
-    step, batch=(0, 0, 4, 4), *, elapsed_ms=11.9, engine="Engine 000: ", rest=", GPU KV cache usage: 0.5%"
-):
-    """Return what vLLM writes of a step; `batch` is context requests, their tokens, generation requests, their tokens."""
+def message(step, batch=(0, 0, 4, 4), *, elapsed_ms=11.9, engine="Engine 000: ", rest=", GPU KV cache usage: 0.5%"):
+    """Return what vLLM writes of a step; `batch` is context requests, their tokens, generation requests, their
+    tokens."""
     names = ("context requests", "context tokens", "generation requests", "generation tokens")
     counts = ", ".join(f"{count} {name}" for count, name in zip(batch, names, strict=True))
     return f"{engine}Iteration({step}): {counts}, iteration elapsed time: {elapsed_ms:.2f} ms{rest}"
@@ -54,9 +53,7 @@ FORMS = {
         f"\x1b[0;36m(APIServer pid=7)\x1b[0;0m \x1b[32mINFO\x1b[0m \x1b[90m{of_the_time(AT, '%m-%d %H:%M:%S')}\x1b[0m "
         f"\x1b[90m[loggers.py:198]\x1b[0m {m}"
     ),
-    "json": lambda m: json.dumps(
-        {"message": m, "asctime": of_the_time(AT, "%Y-%m-%d %H:%M:%S,573"), "level": "INFO"}
-    ),
+    "json": lambda m: json.dumps({"message": m, "asctime": of_the_time(AT, "%Y-%m-%d %H:%M:%S,573"), "level": "INFO"}),
     "docker": lambda m: json.dumps(
         {
             "log": f"INFO {of_the_time(AT, '%m-%d %H:%M:%S')} {m}\n",
@@ -105,13 +102,9 @@ def ingested(tmp_path):
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "run.yaml").write_text(json.dumps({"model": "m"} | settings))
         for number, content in enumerate(contents):
-            (folder / f"server-{number}").write_bytes(
-                content if isinstance(content, bytes) else content.encode()
-            )
+            (folder / f"server-{number}").write_bytes(content if isinstance(content, bytes) else content.encode())
         result = tracefit.ingest([folder], tmp_path / "t")
-        result_of = {
-            n: pl.read_parquet(tmp_path / f"t/{n}/run_id=r/*.parquet") for n in ("steps", "runs", "rejects")
-        }
+        result_of = {n: pl.read_parquet(tmp_path / f"t/{n}/run_id=r/*.parquet") for n in ("steps", "runs", "rejects")}
         tracefit.inspect(tmp_path / "t")
         return result_of | {
             "timeline": pl.read_parquet(tmp_path / "t/timeline/run_id=r/*.parquet"),
@@ -174,9 +167,7 @@ def test_a_dummy_batch_is_an_empty_step():
 def test_a_log_is_found_by_its_content_in_any_name(tmp_path, compress):
     content = b"\nTriton is installed\n" + line(0).encode() * 3
     if compress:
-        content = (
-            gzip.compress(content) if compress == "gzip" else pa.Codec("zstd").compress(content, asbytes=True)
-        )
+        content = gzip.compress(content) if compress == "gzip" else pa.Codec("zstd").compress(content, asbytes=True)
     path = tmp_path / "photo.png"
     path.write_bytes(content)
     assert inspect_file(TraceFile.local(path)).recording is iteration_log.FORMAT
@@ -232,7 +223,8 @@ def test_elapsed_times_that_add_up_are_used():
 
 
 def steps_of(waits_us, seconds_from=0.3):
-    """Return lines of whole seconds, and the times of their steps: each its wait, 1 ms of work, and 100 us for each request."""
+    """Return lines of whole seconds, and the times of their steps: each its wait, 1 ms of work, and 100 us for each
+    request."""
     prompts, running = [step % 7 == 0 for step in range(1500)], [1 + step // 100 % 5 for step in range(1500)]
     times_us = [
         (12_000 + 3_000 * at if prompt else 6_000 + 500 * at) + 1_000 + 100 * (at + prompt)
@@ -260,11 +252,7 @@ def test_waits_and_the_work_between_them_divide_whole_seconds():
     begins = [0.3 + sum(times_us[:step]) / 1e6 for step in range(1500)]
     zero_ns = STAMPS["default"]
     assert (
-        max(
-            abs((ns - zero_ns) / 1e9 - begin)
-            for ns, begin in zip(timeline["ts_start_ns"], begins, strict=True)
-        )
-        < 0.03
+        max(abs((ns - zero_ns) / 1e9 - begin) for ns, begin in zip(timeline["ts_start_ns"], begins, strict=True)) < 0.03
     )
 
 
@@ -320,9 +308,7 @@ def test_a_jump_between_the_chunks_of_a_prompt_is_no_pause(before, gap_s, is_jum
     reasons = {"steps.unix_ns jumps: the time to the next step is not a step's": 1}
     assert idle == ([] if is_jump else [60])
     assert json.loads(tables["runs"]["implausible"][0] or "{}") == (reasons if is_jump else {})
-    assert (
-        tables["timeline"]["cycle_us"].filter(tables["timeline"]["step_id"] == 60).is_null().item() == is_jump
-    )
+    assert tables["timeline"]["cycle_us"].filter(tables["timeline"]["step_id"] == 60).is_null().item() == is_jump
 
 
 @pytest.mark.mostly_slow(every=3)
@@ -420,9 +406,7 @@ def prefixed(kind, name, pid=1):
 @pytest.mark.parametrize("kind", PREFIXES)
 @together
 def test_servers_of_one_log_are_told_apart_by_what_is_before_their_lines(kind):
-    pairs = [
-        (prefixed(kind, "a") + default(step), prefixed(kind, "b") + default(7 * step)) for step in range(30)
-    ]
+    pairs = [(prefixed(kind, "a") + default(step), prefixed(kind, "b") + default(7 * step)) for step in range(30)]
     tables = yield recorded("".join(f"{a}\n{b}\n" for a, b in pairs))
     a, b = (f"{PREFIXES[kind][1].format(name)}.dp0" for name in "ab")
     found = tables["runs"].select("server", "epochs", "steps", "lost_steps").rows()
@@ -449,28 +433,23 @@ def test_a_line_of_one_server_has_no_name_of_it(form):
 
 
 def interleaved(ahead, *, a=200, b=200, turn=1):
-    """Return a log of two `Engine 000`: one at steps from 0, the other, with a line after each `turn` of it, at steps from `ahead`."""
+    """Return a log of two `Engine 000`: one at steps from 0, the other, with a line after each `turn` of it, at steps
+    from `ahead`."""
     texts = []
     for step in range(a):
         texts.append(line(step, AT + step / 100))
         if step % turn == 0 and step // turn < b:
-            texts.append(
-                line(ahead + step // turn, AT + step / 100 + 0.004, batch=(0, 0, 2, 2), elapsed_ms=6.0)
-            )
+            texts.append(line(ahead + step // turn, AT + step / 100 + 0.004, batch=(0, 0, 2, 2), elapsed_ms=6.0))
     return "".join(texts)
 
 
 @pytest.mark.mostly_slow(every=7)
-@pytest.mark.parametrize(
-    ("ahead", "turn"), [(0, 1), (1, 1), (5, 1), (60, 1), (100_000, 1), (70_000, 20), (0, 20)]
-)
+@pytest.mark.parametrize(("ahead", "turn"), [(0, 1), (1, 1), (5, 1), (60, 1), (100_000, 1), (70_000, 20), (0, 20)])
 def test_steps_of_two_engines_with_one_name_are_left_out(tmp_path, ingested, tracefit, ahead, turn):
     other = "".join(line(step, AT + step / 100).replace("Engine 000", "Engine 001") for step in range(30))
     tables = ingested(interleaved(ahead, turn=turn), other)
     count = 200 + 200 // turn
-    assert tables["runs"].select("server", "epochs", "steps", "lost_steps").rows() == [
-        ("unknown.dp1", 1, 30, 0)
-    ]
+    assert tables["runs"].select("server", "epochs", "steps", "lost_steps").rows() == [("unknown.dp1", 1, 30, 0)]
     says = f"r: two engines share a name in one file: give one file each; {count} steps of them were left out"
     assert (tables["result"].warnings, tables["result"].exit_code) == ((says,), 3)
     assert set(tables["rejects"]["reason"]) == {"two engines share a name in one file: give one file each"}
@@ -503,9 +482,7 @@ def test_two_engines_with_one_file_each_are_two_servers(ingested):
         pytest.param(lambda lines: [lines, lines], id="copied"),
         pytest.param(lambda lines: [lines[:60], lines[50:]], id="overlapping"),
         pytest.param(lambda lines: [[*lines, *lines[20:]]], id="sent again"),
-        pytest.param(
-            lambda lines: [[x for n, x in enumerate(lines) if n % 7 not in (3, 5)]], id="lines lost"
-        ),
+        pytest.param(lambda lines: [[x for n, x in enumerate(lines) if n % 7 not in (3, 5)]], id="lines lost"),
         pytest.param(lambda lines: [[lines[n ^ 1] for n in range(100)]], id="pairs swapped"),
         pytest.param(
             lambda lines: [
@@ -534,7 +511,8 @@ def test_one_engine_is_one_server(ingested, logs):
 
 def test_a_cut_line_costs_itself_alone(ingested):
     lines = [line(step, AT + step / 100) for step in range(8)]
-    # Step 2 is cut in the middle and step 3 glued to it; step 5 is cut before its number, where nothing shows it; the last has no end.
+    # Step 2 is cut in the middle and step 3 glued to it; step 5 is cut before its number, where nothing shows it; the
+    # last has no end.
     text = "".join([*lines[:2], lines[2][:60], lines[3], lines[4], lines[5][:30], lines[6], lines[7][:-40]])
     tables = ingested(text)
     assert tables["steps"]["step_id"].to_list() == [0, 1, 3, 4, 6]
@@ -581,9 +559,7 @@ def test_a_line_of_any_length_is_bounded_in_time():
 @settings(max_examples=50)
 @given(
     steps=st.lists(st.tuples(*[st.integers(0, 2**40)] * 5, st.integers(0, 10**8)), min_size=1, max_size=20),
-    noise=st.lists(
-        st.binary(max_size=60).filter(lambda b: b"\n" not in b and b"Iteration(" not in b), max_size=5
-    ),
+    noise=st.lists(st.binary(max_size=60).filter(lambda b: b"\n" not in b and b"Iteration(" not in b), max_size=5),
     form=st.sampled_from(sorted(FORMS)),
     cut=st.integers(0, 400),
 )
@@ -604,9 +580,7 @@ def test_what_is_written_is_read_whatever_is_around_it(steps, noise, form, cut):
 def test_inspect_of_a_piped_log_says_what_it_lacks():
     content = b"".join(line(step, AT + step / 100).encode() for step in range(80))
     code = "from tracefit.cli import main; main()"
-    done = subprocess.run(
-        [sys.executable, "-c", code, "inspect", "-"], input=content, capture_output=True, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", code, "inspect", "-"], input=content, capture_output=True, check=False)
     shown = " ".join(done.stdout.decode().split())
     assert done.returncode == 0
     assert "78 steps from a line of the log to the next" in shown
@@ -637,7 +611,8 @@ STORES = {
     "google": (wrapped.google, 1, "vllm-0/vllm.dp0"),
     "journal": (wrapped.journal, 1000, "gpu-1/vllm.dp0"),
 }
-"""Container to its writer, the resolution of its times in ns (null if all lines have one time), and the server that it names."""
+"""Container to its writer, the resolution of its times in ns (null if all lines have one time), and the server that it
+names."""
 
 
 @pytest.mark.parametrize("store", STORES)
@@ -668,8 +643,6 @@ def test_an_export_in_which_a_record_is_cut_keeps_the_others(tmp_path, indent):
     content = content.replace(b'"insertId', b'"insertId"', 4)
     (tmp_path / "log").write_bytes(content)
     blocks = list(read_blocks(TraceFile.local(tmp_path / "log")))
-    steps = [
-        step for block in blocks if isinstance(block, Block) for step in decoded(load(block)).steps["step_id"]
-    ]
+    steps = [step for block in blocks if isinstance(block, Block) for step in decoded(load(block)).steps["step_id"]]
     assert len(steps) == 8
     assert len(blocks) > 1

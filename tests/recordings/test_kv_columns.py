@@ -53,9 +53,7 @@ ONE_REQUEST = {
 def tables(tmp_path):
     """Return a function from batches, and what is known of a run, to its tables."""
 
-    def of(
-        batches, *, steps=None, journeys=None, requests=(ONE_REQUEST,), servers=("engine",), text=None, **run
-    ):
+    def of(batches, *, steps=None, journeys=None, requests=(ONE_REQUEST,), servers=("engine",), text=None, **run):
         path = tmp_path / "kv_events.jsonl"
         path.write_text(text or "".join(json.dumps(batch) + "\n" for batch in batches))
         journeys = [_core(R1, "QUEUED", 9_000, 0)] if journeys is None else journeys
@@ -64,9 +62,7 @@ def tables(tmp_path):
             "steps": _frame("steps", _steps() if steps is None else steps),
             "journey_events": _frame("journey_events", journeys),
             "requests": _frame("requests", requests),
-            "runs": schema.RUNS.conform(
-                pl.DataFrame([{"run_id": "run", "server": s, **run} for s in servers])
-            ),
+            "runs": schema.RUNS.conform(pl.DataFrame([{"run_id": "run", "server": s, **run} for s in servers])),
             "rejects": schema.REJECTS.empty(),
         }
         return kv_tables(read_kv([TraceFile.local(path)], IngestOptions()), base, run_id="run")
@@ -122,8 +118,7 @@ def test_transfers_have_their_beginning_and_their_end(tables):
 
 def test_the_same_id_in_another_step_is_another_transfer(tables):
     batches = [
-        _batch(30_500 + k, [["TransferInitiated", 7, R1, "GPU", "CPU", 4, step]])
-        for k, step in enumerate((3, 3, 5))
+        _batch(30_500 + k, [["TransferInitiated", 7, R1, "GPU", "CPU", 4, step]]) for k, step in enumerate((3, 3, 5))
     ]
     batches.append(_batch(60_500, [["TransferCompleted", 7, R1, "GPU", "CPU", 4, True, 3]], 6))
     found = tables(batches)
@@ -174,9 +169,7 @@ def test_after_a_preemption_the_blocks_of_a_request_start_over(tables):
     assert row["cached_prompt_tokens"] == 2 * 16
 
 
-@pytest.mark.parametrize(
-    ("stored", "known", "cached"), [(True, 40, 40), (True, None, 32), (False, None, None)]
-)
+@pytest.mark.parametrize(("stored", "known", "cached"), [(True, 40, 40), (True, None, 32), (False, None, None)])
 def test_loaded_blocks_are_prefix_hits(tables, stored, known, cached):
     batches = [_batch(10_400, [["CacheLoadCommitted", R1, "CPU", 2, 1]], 1)]
     batches += [_batch(10_500, [["BlockStored", [1], None, [5], 16]], 1)] if stored else []

@@ -19,8 +19,7 @@ from tracefit.recordings.kv_events import read_kv, read_recording
 
 TS = 1_700_000_000.25
 EVENTS = [
-    [TS + k, [["BlockStored", [2**64 - 1 - k], None, list(range(300)), 16, None, "GPU"]], 0, k]
-    for k in range(20)
+    [TS + k, [["BlockStored", [2**64 - 1 - k], None, list(range(300)), 16, None, "GPU"]], 0, k] for k in range(20)
 ]
 PACKED = msgspec.msgpack.encode([TS, [["BlockRemoved", [1]]]])
 LINE = b'[1700000000.5,[["BlockRemoved",[1]]]]\n'
@@ -203,9 +202,7 @@ def test_a_file_ends_at_its_last_listed_reject_as_other_files_do(rows):
 def test_reading_goes_on_with_the_next_file(tmp_path):
     for name, content in (("a", b"x\n" * 50 + LINE), ("b", LINE)):
         (tmp_path / name).write_bytes(content)
-    found = read_kv(
-        [TraceFile.local(tmp_path / "a"), TraceFile.local(tmp_path / "b")], IngestOptions(max_rejects=5)
-    )
+    found = read_kv([TraceFile.local(tmp_path / "a"), TraceFile.local(tmp_path / "b")], IngestOptions(max_rejects=5))
     assert found.rows["source_file"].to_list() == [str(tmp_path / "b")]
     assert len(found.rejects) == 6
 

@@ -201,9 +201,7 @@ def test_a_duration_in_another_unit_is_a_reject(tmp_path):
 @pytest.mark.parametrize("details", [True, False])
 def test_an_sglang_result_is_sglang_s(details, tmp_path):
     plans = clients.planned(10), clients.planned(20)
-    lines = [
-        clients.sglang_bench(plan, details=details, max_concurrency=4 * n) for n, plan in enumerate(plans, 1)
-    ]
+    lines = [clients.sglang_bench(plan, details=details, max_concurrency=4 * n) for n, plan in enumerate(plans, 1)]
     points, rejects = read(b"".join(lines), tmp_path)
     assert not rejects
     assert [(p["program"], p["concurrency"], p["requests"]) for p in points] == [
@@ -220,9 +218,7 @@ def test_an_sglang_result_is_sglang_s(details, tmp_path):
 
 def test_a_broken_sglang_line_is_called_sglang_s(tmp_path):
     content = clients.sglang_bench(clients.planned(10)).replace(b'"ttfts": [', b'"ttfts": [0.1, ')
-    assert read(content, tmp_path)[1] == [
-        "no request of SGLang's `bench_serving` (lists of different lengths)"
-    ]
+    assert read(content, tmp_path)[1] == ["no request of SGLang's `bench_serving` (lists of different lengths)"]
 
 
 def test_guidellm_s_summary_has_the_load_and_the_time_between_tokens(tmp_path):
@@ -234,9 +230,7 @@ def test_guidellm_s_summary_has_the_load_and_the_time_between_tokens(tmp_path):
     assert point["ttft_p99_us"] == pytest.approx(47_613.1, abs=0.1)
     gaps = metrics["inter_token_latency_ms"]["successful"]
     assert point["tpot_mean_us"] == pytest.approx(1e3 * gaps["mean"])
-    assert point["e2e_p50_us"] == pytest.approx(
-        1e6 * metrics["request_latency"]["successful"]["percentiles"]["p50"]
-    )
+    assert point["e2e_p50_us"] == pytest.approx(1e6 * metrics["request_latency"]["successful"]["percentiles"]["p50"])
     assert not any(name.startswith("itl_") for name in point)
 
 
@@ -280,7 +274,8 @@ def test_inference_perf_s_stage_is_a_point(tmp_path):
 
 @pytest.mark.parametrize("program", ["aiperf", "genai-perf"])
 def test_a_profile_s_summary_is_a_point(program, tmp_path):
-    """Of aiperf 0.13.0, `aiperf/common/models/export_models.py`, and genai-perf 0.0.16, `genai_perf/export_data/json_exporter.py`."""
+    """Of aiperf 0.13.0, `aiperf/common/models/export_models.py`, and genai-perf 0.0.16,
+    `genai_perf/export_data/json_exporter.py`."""
     config = {"perf_analyzer": {"stimulus": {"concurrency": 16}}, "model_names": ["tiny"]}
     if program == "aiperf":
         config = {"endpoint": {"model_names": ["tiny"]}, "loadgen": {"concurrency": 16, "request_rate": None}}
@@ -454,7 +449,8 @@ def test_guidellm_s_csv_has_a_point_for_each_benchmark(tmp_path):
 
 
 def guidellm_csv_before_0_4(*names):
-    """Return the CSV of guidellm 0.3.1, `guidellm/benchmark/output.py`: one line of names, a distribution in four columns."""
+    """Return the CSV of guidellm 0.3.1, `guidellm/benchmark/output.py`: one line of names, a distribution in four
+    columns."""
     listed = "[min, 0.1, 1, 5, 10, 25, 75, 90, 95, 99, max]"
     metrics = {
         "Request latency": (1.5, 1.25, [*range(11)]),
@@ -568,7 +564,8 @@ def test_guidellm_s_csv_without_a_whole_header_is_a_reject(tmp_path):
 
 
 def test_latencies_beside_a_vllm_summary_are_its_e2e(tmp_path):
-    """vLLM 0.32.0, `vllm/benchmarks/serve.py`: without --save-detailed both lists stay, in seconds; a failed request has 0."""
+    """vLLM 0.32.0, `vllm/benchmarks/serve.py`: without --save-detailed both lists stay, in seconds; a failed request
+    has 0."""
     lists = {"latencies": [0.2, 0.3, 0.4, 0.0], "queue_times": [0.1] * 4}
     of_queue = {"mean_client_queue_time_ms": 100.0, "p99.9_e2el_including_client_queue_ms": 500.0}
     sums = {"mean_ttft_ms": 20.5, "mean_tpot_ms": 9.0}

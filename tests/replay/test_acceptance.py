@@ -1,4 +1,5 @@
-"""Tokens a step, of traces with steps, of spans beside a log, and where the clocks of the two differ; and plans with them."""
+"""Tokens a step, of traces with steps, of spans beside a log, and where the clocks of the two differ; and plans with
+them."""
 
 from __future__ import annotations
 
@@ -72,9 +73,7 @@ def test_two_tokens_a_step_halve_the_time_per_token(constant):
     """Nine tokens after the first, in steps of 1 ms: nine of them, or five."""
     load = {"prompt": 10, "output": 11}
     without, with_drafts = (
-        tracefit.plan(
-            constant(), rate=20, servers=1, requests=tracefit.LoadOptions(**load, accept=accept)
-        ).plans[0]
+        tracefit.plan(constant(), rate=20, servers=1, requests=tracefit.LoadOptions(**load, accept=accept)).plans[0]
         for accept in (None, 2.0)
     )
     assert without.drafts is None
@@ -91,14 +90,15 @@ def test_the_terminal_keeps_steps_and_tokens_apart(constant, tracefit):
     _, out, _ = tracefit("plan", constant(), *load, "--accept", "2.4")
     text = " ".join(out.split())
     assert (
-        "a step gives a request 2.4 tokens, as given; its outputs come a step apart, 1 ms, and ITL is the time per token"
-        in text
-    )
+        "a step gives a request 2.4 tokens, as given; its outputs come a step apart, 1 ms, and ITL is the time per "
+        "token"
+    ) in text
 
 
 @pytest.mark.parametrize(("hits", "ttft_ms", "pct"), [("none", 2.0, 0), ("60", 1.0, 60), ("traced", 2.0, 0)])
 def test_cached_prompt_tokens_take_no_step(constant, hits, ttft_ms, pct):
-    """A step computes up to 2,048 of the 4,000 prompt tokens: two steps of 1 ms, or one for the 1,600 that are not cached."""
+    """A step computes up to 2,048 of the 4,000 prompt tokens: two steps of 1 ms, or one for the 1,600 that are not
+    cached."""
     load = tracefit.LoadOptions(prompt=4_000, output=10, prefix_hits=hits)
     (plan,) = tracefit.plan(constant(), rate=5, servers=1, requests=load).plans
     assert plan.at.latency("ttft_p50_ms").value == pytest.approx(ttft_ms, rel=0.02)

@@ -1,4 +1,5 @@
-"""Arrivals with known rates and bursts: the stretches are those that were drawn, and the burstiness is that of theory."""
+"""Arrivals with known rates and bursts: the stretches are those that were drawn, and the burstiness is that of
+theory."""
 
 from __future__ import annotations
 
@@ -36,9 +37,7 @@ def batches(seed, size, batch_gap_s, count, within_s=0.0):
     rng = np.random.default_rng(seed)
     at = np.cumsum(rng.exponential(batch_gap_s, count))[:, None]
     return np.sort(
-        np.rint((at + np.cumsum(rng.exponential(1, (count, size)), 1) * within_s) * S)
-        .astype(np.int64)
-        .ravel()
+        np.rint((at + np.cumsum(rng.exponential(1, (count, size)), 1) * within_s) * S).astype(np.int64).ravel()
     )
 
 
@@ -144,9 +143,9 @@ def test_a_pause_is_in_no_relative_gap():
     pause = int(np.argmax(gaps))
     assert gaps[pause] > 29 * S
     found = relative_gaps(arrival_ns)
-    assert found * np.repeat(
-        [gaps[:pause].mean(), gaps[pause + 1 :].mean()], [pause, len(gaps) - pause - 1]
-    ) == (pytest.approx(np.delete(gaps, pause)))
+    assert found * np.repeat([gaps[:pause].mean(), gaps[pause + 1 :].mean()], [pause, len(gaps) - pause - 1]) == (
+        pytest.approx(np.delete(gaps, pause))
+    )
 
 
 def test_a_pause_near_an_end_is_in_no_relative_gap():
@@ -213,9 +212,7 @@ def test_rounds_as_the_report_advises_are_stretches(seed):
 
 def test_bursty_rounds_with_pauses_have_the_dispersion_of_their_gaps():
     loads = [at_rates(s, [2] * 12, [60] * 12, shape=0.5, pause_s=20) for s in range(10)]
-    assert [burstiness([arrival_ns]).dispersion for arrival_ns in loads] == pytest.approx(
-        [2.0] * 10, rel=0.25
-    )
+    assert [burstiness([arrival_ns]).dispersion for arrival_ns in loads] == pytest.approx([2.0] * 10, rel=0.25)
 
 
 def test_gamma_gaps_have_their_shape():
@@ -226,12 +223,14 @@ def test_gamma_gaps_have_their_shape():
 
 
 def test_batches_are_bursts():
-    """Five gaps are one between batches with a chance of 5/8, with a mean of 8: a variance of 5/8 · 2 · 8² - 5² = 5 · 11."""
+    """Five gaps are one between batches with a chance of 5/8, with a mean of 8: a variance of 5/8 · 2 · 8² - 5² = 5 ·
+    11."""
     assert burstiness([batches(7, 8, 2, 400)]).dispersion == pytest.approx(11, rel=0.25)
 
 
 def test_one_gap_at_a_time_does_not_show_the_bursts():
-    """Two states with exponential gaps, 20 requests each on average: the sums of five have twice the variance of single gaps."""
+    """Two states with exponential gaps, 20 requests each on average: the sums of five have twice the variance of single
+    gaps."""
     rng = np.random.default_rng(8)
     fast = np.repeat(np.arange(200) % 2 == 0, rng.geometric(1 / 20, 200))
     found = relative_gaps(arrival_ns := drawn(rng.exponential(1, len(fast)) * np.where(fast, 0.1, 1)))

@@ -1,4 +1,5 @@
-"""Days by hand: a step is 1,000 us whatever is in it, 8 requests run at once, and each takes 100 steps; so 80 a second are the most."""
+"""Days by hand: a step is 1,000 us whatever is in it, 8 requests run at once, and each takes 100 steps; so 80 a second
+are the most."""
 
 from __future__ import annotations
 
@@ -39,9 +40,7 @@ def _fewer_requests(monkeypatch):
 def arrivals(rates, seconds=20.0, begin_s=0.0, seed=0):
     """Return Poisson arrivals at several rates, each for some seconds."""
     rng = np.random.default_rng(seed)
-    parts = [
-        np.sort(begin_s + seconds * (k + rng.random(int(rate * seconds)))) for k, rate in enumerate(rates)
-    ]
+    parts = [np.sort(begin_s + seconds * (k + rng.random(int(rate * seconds)))) for k, rate in enumerate(rates)]
     return np.concatenate(parts)
 
 
@@ -158,9 +157,7 @@ def test_json_and_a_page_have_the_day(asked, tracefit, tmp_path):
     found = json.loads(stdout)["plans"][0]["day"]
     assert (found["servers"], found["odd"], found["scaler"]["step"]) == (3, {"output tokens below 1": 1}, 2)
     assert {change["servers"] % 2 for change in found["scaler"]["changes"]} == {0}
-    (drawn,) = json.loads(re.search(r'id="figures">(.*?)</script>', page.read_text(), re.DOTALL)[1])[
-        "figures"
-    ].values()
+    (drawn,) = json.loads(re.search(r'id="figures">(.*?)</script>', page.read_text(), re.DOTALL)[1])["figures"].values()
     by_name = {trace["name"]: trace for trace in drawn["data"]}
     assert by_name["servers of each window"]["y"] == [1, 3, 3]
     assert by_name["servers all day"]["y"] == [3, 3, 3]
@@ -188,9 +185,7 @@ def test_json_and_a_page_have_the_day(asked, tracefit, tmp_path):
     ],
 )
 def test_options_that_contradict_are_one_line(constant, tracefit, options, said):
-    code, stdout, stderr = tracefit(
-        "plan", constant(), "--arrivals", "day.csv", "--slo", "ttft_p99=500", *options
-    )
+    code, stdout, stderr = tracefit("plan", constant(), "--arrivals", "day.csv", "--slo", "ttft_p99=500", *options)
     assert (code, stdout, stderr.count("\n")) == (2, "", 1)
     assert said in stderr
 
@@ -305,13 +300,12 @@ def test_a_file_that_cannot_be_planned_for_is_one_line(constant, csv, tracefit, 
 
 
 def test_parts_of_a_window_stand_for_all(constant):
-    """An hour on one server: 3 a second, and 60 a second for two minutes; three in five requests are outside of these."""
+    """An hour on one server: 3 a second, and 60 a second for two minutes; three in five requests are outside of
+    these."""
     at_s = np.sort(np.concatenate([arrivals((3,), 3600), 1000 + arrivals((60,), 120)]))
     tens, lengths = np.full(len(at_s), 10), np.where((at_s > 1000) & (at_s < 1120), 20, 100)
     load = day.DayLoad(at_s, tens, lengths, 0 * tens)
-    fleet = Fleet(
-        load_models(constant()).deployment(None), {}, EngineSettings(8, 2048, 16), load.sample(500), 400
-    )
+    fleet = Fleet(load_models(constant()).deployment(None), {}, EngineSettings(8, 2048, 16), load.sample(500), 400)
     search = day.DaySearch(fleet, load, windows_of(at_s, 3600), (), {})
     parts, whole = (search.replayed(0, 1, "likely", most) for most in (500, 10**9))
     assert len(whole.counts["e2e"]) == len(at_s)
@@ -349,9 +343,11 @@ def test_windows_begin_at_multiples_of_their_length():
 
 
 def test_a_scaler_is_late_by_its_start_up():
-    """The load of one server becomes that of four after 20 intervals, and one again after 40; two minutes are four intervals.
+    """The load of one server becomes that of four after 20 intervals, and one again after 40; two minutes are four
+    intervals.
 
-    The mean of four is then 1.75, 2.5, 3.25 and 4. Servers that were asked for with the first of these are ready four intervals later.
+    The mean of four is then 1.75, 2.5, 3.25 and 4. Servers that were asked for with the first of these are ready four
+    intervals later.
     """
     needed = np.repeat([1.0, 4.0, 1.0], [20, 20, 40])
     found = scaled(0.0, needed, start_up_s=120, step=1, spare_pct=0).ready.tolist()

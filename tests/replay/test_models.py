@@ -128,11 +128,7 @@ def test_no_scheduler_but_the_replays_is_outside_the_generator():
         for function in ast.walk(ast.parse(path.read_text())):
             loops = [node for node in ast.walk(function) if isinstance(node, ast.While)]
             takes = any(names(loop, ast.Attribute, "attr") & taking for loop in loops)
-            if (
-                isinstance(function, ast.FunctionDef)
-                and takes
-                and names(function, ast.Attribute, "attr") & limits
-            ):
+            if isinstance(function, ast.FunctionDef) and takes and names(function, ast.Attribute, "attr") & limits:
                 schedulers.add(path.relative_to(PACKAGE).parts[0])
     assert schedulers == {"replay", "synth"}
 
@@ -145,7 +141,8 @@ def test_requests_of_blis_pass_the_one_engine(monkeypatch):
 
 
 def requests_of(*rows):
-    """Frames of the tables for requests of (arrival, first token, end, output tokens) in ms, cut at 1000; null is not known."""
+    """Frames of the tables for requests of (arrival, first token, end, output tokens) in ms, cut at 1000; null is not
+    known."""
     arrival, first, end, output = zip(*rows, strict=True)
 
     def ns(values):
@@ -176,9 +173,7 @@ def test_requests_in_flight_at_the_split_go_on_at_their_speed():
 
 
 def test_an_unknown_output_is_the_tokens_so_far_or_the_median():
-    rows = requests_of(
-        (0, 100, 200, 11), (1000, 1100, 1195, None), (1000, None, 1100, None), (1200, 1300, None, None)
-    )
+    rows = requests_of((0, 100, 200, 11), (1000, 1100, 1195, None), (1000, None, 1100, None), (1200, 1300, None, None))
     found = _with_outputs(rows, rows.head(1))
     # Aborted after 95 ms, aborted without a token, still there at the end.
     assert found["output"].to_list() == [11, 10, 1, 11]
@@ -219,7 +214,8 @@ def test_a_replay_is_without_the_prompts_of_clients_who_left(tmp_path):
 
 @pytest.mark.slow
 def test_a_machine_of_another_speed_is_replayed_at_it_too(tmp_path):
-    """Step times a fifth longer than the model's: an ITL, which is nothing but steps, is a fifth longer, or more as batches grow."""
+    """Step times a fifth longer than the model's: an ITL, which is nothing but steps, is a fifth longer, or more as
+    batches grow."""
     folder = write_run(synth(SynthOptions(name="r", requests=200, abort_fraction=0.0)), tmp_path)
     package.run([folder], tmp_path / "out", options=package.TrainOptions(fast=True, features="batch"))
     store, deployment = TableStore(tmp_path / "out/tables"), package.load(tmp_path / "out").deployment()
@@ -280,9 +276,7 @@ ENGINE_OF = {"run_id": "r", "server": "s", "epoch": 0}
 def test_tokens_that_no_step_computes_are_cached():
     prompts = pl.DataFrame(
         {"prompt_tokens": [300, 100, 200, 50], "cut": 1000, "cached_prompt_tokens": None}
-    ).with_columns(
-        pl.col("cached_prompt_tokens").cast(pl.Int64), **{k: pl.lit(v) for k, v in ENGINE_OF.items()}
-    )
+    ).with_columns(pl.col("cached_prompt_tokens").cast(pl.Int64), **{k: pl.lit(v) for k, v in ENGINE_OF.items()})
     steps = pl.DataFrame(
         {"step_id": [1, 2, 3], "ts_start_ns": [1, 2, 2000], "num_prefill_reqs": [1, 2, 2]}
     ).with_columns(prefill_tokens=pl.Series([44, 150, 50]), **{k: pl.lit(v) for k, v in ENGINE_OF.items()})
@@ -298,11 +292,7 @@ def test_tokens_that_no_step_computes_are_cached():
 
 @pytest.mark.slow
 def test_client_requests_are_replayed_on_server_steps(tmp_path):
-    run = synth(
-        SynthOptions(
-            name="sampled", requests=400, journey_sampling=0.0, step_sampling=0.2, abort_fraction=0.0
-        )
-    )
+    run = synth(SynthOptions(name="sampled", requests=400, journey_sampling=0.0, step_sampling=0.2, abort_fraction=0.0))
     folder = write_run(run, tmp_path)
     sent = run.truth_requests.sort("arrival_ns")
     front_s = 0.02
@@ -362,7 +352,8 @@ def test_a_replay_compares_with_the_latencies_that_the_server_states(tmp_path):
 
 
 def test_predictions_are_of_the_requests_that_a_replay_compares():
-    """The first two of 22 requests were in flight at the split: their TTFT is not replayed, and not predicted beside the others."""
+    """The first two of 22 requests were in flight at the split: their TTFT is not replayed, and not predicted beside
+    the others."""
     facts = {"run_id": "r", "server": "s", "epoch": 0, "trace_id": [f"t{k}" for k in range(22)]}
     one_us = dict.fromkeys(("ttft_us", "itl_us", "e2e_us", "client_us", "output", "replayed_last"), 100.0)
     times = dict.fromkeys(("arrival", "first_scheduled", "replayed_scheduled", "replayed_first"), 0.0)
@@ -397,9 +388,7 @@ def test_a_departure_counts_the_batch_of_the_last_step():
     load = RequestLoad(np.zeros(3), np.full(3, 8), np.array([2, 2, 5]))
     times = replay(load, Steps(), EngineSettings(8, 64, 4))
     terms = [term("num_decode_reqs", 10.0), term("finishing_reqs", 1.0)]
-    found = departure_us(
-        model(name="alpha.departure", intercept=value(100.0), terms=terms), times, load.output_tokens
-    )
+    found = departure_us(model(name="alpha.departure", intercept=value(100.0), terms=terms), times, load.output_tokens)
     assert found.tolist() == [132, 132, 111], "three run when two of them end, one when the last does"
 
 
@@ -416,9 +405,7 @@ def test_training_publishes_what_the_command_replays(trained, tracefit):
     published, replayed = deployment["replays"], json.loads(said)["runs"]
     assert [run["run_id"] for run in published] == [run["run_id"] for run in replayed]
     for one, other in zip(published, replayed, strict=True):
-        assert [q["replayed"] for q in one["quantities"]] == pytest.approx(
-            [q["replayed"] for q in other["quantities"]]
-        )
+        assert [q["replayed"] for q in one["quantities"]] == pytest.approx([q["replayed"] for q in other["quantities"]])
         assert one["reason"] == other["reason"]
 
 
@@ -463,9 +450,7 @@ class _Requests:
     rows = pl.DataFrame(
         {"server": "s", "arrival_ns": [1, *range(10, 1010, 10)], "finished_ns": [9_999, *range(15, 1015, 10)]}
     ).with_columns(
-        pl.lit(None).alias(name)
-        for name in LOOP_REQUEST_COLUMNS
-        if name not in ("server", "arrival_ns", "finished_ns")
+        pl.lit(None).alias(name) for name in LOOP_REQUEST_COLUMNS if name not in ("server", "arrival_ns", "finished_ns")
     )
 
     def read(self, _name, _runs, columns):

@@ -1,4 +1,5 @@
-"""Plans by hand: a step is 1,000 us whatever is in it, 8 requests run at once, and each takes 10 steps; so 800 a second are the most."""
+"""Plans by hand: a step is 1,000 us whatever is in it, 8 requests run at once, and each takes 10 steps; so 800 a second
+are the most."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ def test_the_largest_rate_is_slots_over_request_time(constant):
 
 
 def test_the_capacity_of_many_slots_has_the_prompts_of_those_that_follow(constant):
-    """A thousand requests of 500 steps each are two a step, although the first thousand end ten a step: as their prompts began."""
+    """A thousand requests of 500 steps each are two a step, although the first thousand end ten a step: as their
+    prompts began."""
     load = tracefit.LoadOptions(prompt=200, output=500)
     plan = one(constant(), rate=100, servers=1, settings={"max_num_seqs": 1000}, requests=load)
     assert plan.capacity_per_s == pytest.approx(2000, rel=0.02)
@@ -46,9 +48,7 @@ def test_the_capacity_of_many_slots_has_the_prompts_of_those_that_follow(constan
 def test_latencies_are_those_of_the_steps(constant):
     at = one(constant(), rate=20, servers=1).at
     assert at.latency("itl_p99_ms").value == pytest.approx(1.0)
-    assert at.latency("ttft_p50_ms").value == pytest.approx(1.0), (
-        "on an idle server the first step begins at once"
-    )
+    assert at.latency("ttft_p50_ms").value == pytest.approx(1.0), "on an idle server the first step begins at once"
     assert 1.0 < at.latency("ttft_p99_ms").value <= 2.0, "else the step that runs ends first"
     assert at.running_mean == pytest.approx(0.2, rel=0.05), "Little's law: 20 a second for 10 ms each"
 
@@ -216,9 +216,7 @@ def test_a_rate_that_shorter_steps_would_serve_is_answered(constant, tracefit):
 def test_a_recording_that_carried_more_is_the_bound(constant):
     deployment = load(constant()).deployment(None)
     tens = np.full(10, 10)
-    fleet = Fleet(
-        deployment, {}, EngineSettings(8, 2048, 16), TrafficSample(tens, tens, 0 * tens), 400, 1000.0
-    )
+    fleet = Fleet(deployment, {}, EngineSettings(8, 2048, 16), TrafficSample(tens, tens, 0 * tens), 400, 1000.0)
     assert fleet.modelled_capacity == pytest.approx(800)
     assert (fleet.capacity, fleet.pace) == (1000.0, pytest.approx(0.8))
     found = fleet.at(1, 900.0)
@@ -315,8 +313,7 @@ def test_an_answer_beyond_the_training_says_so(constant):
 @pytest.mark.slow
 def test_bursts_wait_longer(constant):
     steady, bursts = (
-        one(constant(), rate=500, servers=1, requests=tracefit.LoadOptions(10, 10, shape))
-        for shape in (1, 0.2)
+        one(constant(), rate=500, servers=1, requests=tracefit.LoadOptions(10, 10, shape)) for shape in (1, 0.2)
     )
     name = "ttft_p99_ms"
     assert bursts.at.latency(name).value > 1.5 * steady.at.latency(name).value
@@ -324,7 +321,8 @@ def test_bursts_wait_longer(constant):
 
 @pytest.mark.parametrize(("in_turn", "spread"), [(False, 1.0), (True, 0.5)])
 def test_in_turn_each_server_gets_every_fourth_request(in_turn, spread):
-    """The sum of four exponential gaps has half the relative spread of one; a random part of a Poisson process is one."""
+    """The sum of four exponential gaps has half the relative spread of one; a random part of a Poisson process is
+    one."""
     one = np.array([1])
     drawn = draw(TrafficSample(one, one, 0 * one, in_turn=in_turn), 4000, 4)
     gaps = np.diff(drawn.arrival_us)
@@ -356,9 +354,7 @@ def test_what_is_not_known_of_a_step_is_no_step_without_time(constant):
     """The share of KV blocks in use is not known without their number: such steps are not as short as can be."""
     model = constant(feature="kv_usage_ratio")
     assert "does not know num_gpu_blocks of a step" in one(model, rate=20, servers=1).reason
-    assert (
-        one(model, rate=20, servers=1, settings={"num_gpu_blocks": 101}).at.latency("itl_p50_ms").value == 1
-    )
+    assert one(model, rate=20, servers=1, settings={"num_gpu_blocks": 101}).at.latency("itl_p50_ms").value == 1
 
 
 def test_plan_without_requests_has_a_reason(constant):
@@ -378,7 +374,10 @@ def test_folders_are_planned_side_by_side(constant):
     [
         (
             ("--rate", "5"),
-            "no objective is given, such as ttft_p99=500 and itl_p99=50; --servers and --rate together need none: --rate 5 --servers 1",
+            (
+                "no objective is given, such as ttft_p99=500 and itl_p99=50; --servers and --rate together need none: "
+                "--rate 5 --servers 1"
+            ),
         ),
         (("--servers", "3"), "--servers and --rate together need none: --rate 1 --servers 3"),
         (
@@ -394,7 +393,10 @@ def test_folders_are_planned_side_by_side(constant):
         (("--rate", "1", "--servers", "1", "--burstiness", "0"), "--burstiness 0: is out of range"),
         (
             ("--rate", "1", "--servers", "1", "--set", "tp=4"),
-            "--set tp=4: step times are those of tensor_parallel 2: `tracefit transfer` computes those of another server",
+            (
+                "--set tp=4: step times are those of tensor_parallel 2: `tracefit transfer` computes those of another "
+                "server"
+            ),
         ),
         (
             ("--rate", "1", "--servers", "1", "--set", "seed=4"),
@@ -431,14 +433,10 @@ def test_a_plan_is_drawn_on_a_page(constant, tmp_path):
     pytest.importorskip("plotly")
     page = tmp_path / "plan.html"
     plan = one(constant(training=(0, 7)), rate=900, slo_ms={"ttft_p99": 3.0}, figure=page)
-    (drawn,) = json.loads(re.search(r'id="figures">(.*?)</script>', page.read_text(), re.DOTALL)[1])[
-        "figures"
-    ].values()
+    (drawn,) = json.loads(re.search(r'id="figures">(.*?)</script>', page.read_text(), re.DOTALL)[1])["figures"].values()
     assert drawn["curves"]["rates"] == pytest.approx([p.rate_per_s for p in plan.curve])
     assert drawn["curves"]["limits"] == {"TTFT P99": 3.0}
-    assert {t["line"]["dash"] for t in drawn["data"]} == {"solid", "dot"}, (
-        "beyond seven requests at once it is dotted"
-    )
+    assert {t["line"]["dash"] for t in drawn["data"]} == {"solid", "dot"}, "beyond seven requests at once it is dotted"
     assert drawn["layout"]["shapes"][0]["x0"] == pytest.approx(900)
 
 

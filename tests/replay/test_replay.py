@@ -1,4 +1,5 @@
-"""Requests through vLLM's scheduler, by hand: a step is 1,000 us, and 1 us for each token of context or prompt where asked."""
+"""Requests through vLLM's scheduler, by hand: a step is 1,000 us, and 1 us for each token of context or prompt where
+asked."""
 
 from __future__ import annotations
 
@@ -48,9 +49,7 @@ def test_a_step_ahead_a_slot_is_free_a_step_later():
     assert ahead.last_us.tolist() == [2000, 3000], "nothing runs between: the empty step takes no time"
 
 
-@pytest.mark.parametrize(
-    ("by_priority", "first_us"), [(False, [1000, 3000, 2000]), (True, [1000, 2000, 3000])]
-)
+@pytest.mark.parametrize(("by_priority", "first_us"), [(False, [1000, 3000, 2000]), (True, [1000, 2000, 3000])])
 def test_priority_scheduling_serves_in_the_order_of_arrival(by_priority, first_us):
     # The second request arrives before the third and is queued after it, as a longer prompt takes longer in the API.
     settings = EngineSettings(1, 100, 4, by_priority=by_priority)
@@ -114,9 +113,7 @@ def test_blocks_that_are_counted_give_the_times_of_blocks_by_number(seed):
         async_scheduling=bool(seed // 2 % 2),
         tokens_per_step=(1, 1.7)[seed // 4 % 2],
     )
-    counted, numbered = (
-        run(requests, Steps(30.0), settings, prefix=[0] * (count - 1) + [own]) for own in (0, 1)
-    )
+    counted, numbered = (run(requests, Steps(30.0), settings, prefix=[0] * (count - 1) + [own]) for own in (0, 1))
     assert counted.preemptions == numbered.preemptions > 0
     for name in ("scheduled_us", "first_us", "last_us", "cached_tokens"):
         np.testing.assert_array_equal(getattr(counted, name), getattr(numbered, name))
@@ -156,6 +153,4 @@ def test_a_model_that_jumps_is_not_read_from_a_table_and_a_queue_has_its_own():
     queues = TabledDecoding(Bends(), reads_waiting=True)
     for waiting in (4, 0):
         queued = batch._replace(waiting=waiting)
-        np.testing.assert_allclose(
-            queues.decoding(queued, 30, 2.0), Bends().decoding(queued, 30, 2.0), rtol=MOST_OFF
-        )
+        np.testing.assert_allclose(queues.decoding(queued, 30, 2.0), Bends().decoding(queued, 30, 2.0), rtol=MOST_OFF)

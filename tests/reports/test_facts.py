@@ -64,7 +64,8 @@ def test_doubts_about_a_model(markdown):
         assert fact.line in _in_terminal(WAIT)
         assert fact.paragraph in report
     assert facts[0].line == (
-        "alpha.queue_wait is worse than the training median on the hold-out: it is off by 9,000 us on average, the median by 7,500 us"
+        "alpha.queue_wait is worse than the training median on the hold-out: it is off by 9,000 us on average, the "
+        "median by 7,500 us"
     )
 
 

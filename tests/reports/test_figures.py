@@ -60,9 +60,7 @@ def test_residuals_over_time_mark_the_hold_out(drawn):
     assert (band["name"], band["showlegend"]) == ("hold-out", True)
     assert max(train["x"]) < band["x0"] == pytest.approx(min(held["x"]), rel=1e-4)
     kept = frame.filter(pl.col("excluded_reason").is_null())
-    assert (len(train["x"]), len(held["x"])) == tuple(
-        (kept["split"] == s).sum() for s in ("train", "holdout")
-    )
+    assert (len(train["x"]), len(held["x"])) == tuple((kept["split"] == s).sum() for s in ("train", "holdout"))
 
 
 def test_residuals_are_drawn_against_the_strongest_features(drawn):
@@ -119,8 +117,8 @@ NO_TRAINING = pl.DataFrame(
 
 
 def test_the_engine_over_its_run_by_hand():
-    """80 s, 80 bins: one step of one second each; idle at 10, a request waits from 20 to 29 and from 40 to 59; the latter is
-    what the evaluation calls an overload.
+    """80 s, 80 bins: one step of one second each; idle at 10, a request waits from 20 to 29 and from 40 to 59; the
+    latter is what the evaluation calls an overload.
     """
     waiting = [1 if 20 <= k < 30 or 40 <= k < 60 else 0 for k in range(81)]
     idle = [k == 10 for k in range(81)]
@@ -170,9 +168,7 @@ def test_the_engine_over_its_run_by_hand():
 )
 def test_training_on_the_fuller_part_is_noted(later, waiting, said):
     timeline = _timeline(running_depth=[4] * 56 + [later] * 25, waiting_depth=waiting)
-    training = pl.DataFrame(
-        {"split": ["holdout"], "excluded_reason": [None], "ts_ns": [56_000_000_000], "epoch": [0]}
-    )
+    training = pl.DataFrame({"split": ["holdout"], "excluded_reason": [None], "ts_ns": [56_000_000_000], "epoch": [0]})
     figure = engine_figure(engine_run(timeline, training, run_id="r", server="s"))
     assert said in figure.note if said else "fuller" not in figure.note
 

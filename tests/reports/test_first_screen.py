@@ -1,4 +1,5 @@
-"""The server as measured and over the rate, and its slowest requests: numbers of the tables, and reasons counted by hand."""
+"""The server as measured and over the rate, and its slowest requests: numbers of the tables, and reasons counted by
+hand."""
 
 from __future__ import annotations
 
@@ -39,8 +40,7 @@ def test_served_latencies_are_those_of_all_requests(deployment, requests):
     (run,) = deployment.served
     assert (run.name, run.requests) == ("busy", requests.height)
     span = 1e-9 * (
-        requests.select(pl.max_horizontal("departed_ns", "finished_ns").max()).item()
-        - requests["arrival_ns"].min()
+        requests.select(pl.max_horizontal("departed_ns", "finished_ns").max()).item() - requests["arrival_ns"].min()
     )
     assert run.requests_per_s == pytest.approx(requests.height / span)
 
@@ -49,9 +49,7 @@ def test_goodput_is_of_requests_within_every_objective(trained, tmp_path, reques
     limits = {name: float(requests[f"{name}_us"].median()) / 1e3 for name in ("ttft", "e2e")}
     tracefit.report(trained, out=tmp_path, slo_ms=limits)
     within = requests.filter(*(pl.col(f"{name}_us") <= 1e3 * ms for name, ms in limits.items()))
-    (line,) = [x for x in (tmp_path / "report.md").read_text().splitlines() if x.startswith("| `busy` | ")][
-        :1
-    ]
+    (line,) = [x for x in (tmp_path / "report.md").read_text().splitlines() if x.startswith("| `busy` | ")][:1]
     share, rate = line.split(" | ")[-2:]
     assert float(share.removesuffix(" %")) == pytest.approx(100 * within.height / requests.height, rel=0.01)
     assert float(rate.removesuffix(" |")) > 0
@@ -125,9 +123,7 @@ def test_a_request_that_waits_says_behind_how_many():
 
 
 def test_a_long_prefill_says_in_how_many_chunks():
-    slow = _request(
-        "p", arrival=0, scheduled=0, first=200, end=230, first_scheduled_step=7, first_token_step=10
-    )
+    slow = _request("p", arrival=0, scheduled=0, first=200, end=230, first_scheduled_step=7, first_token_step=10)
     assert _reasons(slow)["p", "ttft"] == "prefill of 100 tokens in 4 chunks, 200 ms"
 
 
@@ -144,9 +140,7 @@ def test_a_preempted_request_and_a_long_output_say_so():
 
 
 def test_a_request_that_was_cut_off_is_not_slow():
-    assert (
-        _reasons(_request("a", arrival=0, scheduled=1, first=2, end=3) | {"finish_status": "aborted"}) == {}
-    )
+    assert _reasons(_request("a", arrival=0, scheduled=1, first=2, end=3) | {"finish_status": "aborted"}) == {}
 
 
 # -- Markdown --------------------------------------------------------------------------------------------
@@ -155,9 +149,7 @@ def test_a_request_that_was_cut_off_is_not_slow():
 def test_a_long_report_is_a_summary_with_working_links():
     words = "word " * (MOST_WORDS // 2)
     rows = Table(("run",), (("`[x](//evil)`",),))
-    made = Report(
-        "t", "lead", ("first", section("Deployment `a/b`", words, rows), section("Deployment `a/b`", words))
-    )
+    made = Report("t", "lead", ("first", section("Deployment `a/b`", words, rows), section("Deployment `a/b`", words)))
     files = markdown_files(made)
     first = files["report.md"]
     assert len(first.split()) < 40

@@ -54,9 +54,7 @@ def test_latencies_without_a_model_are_drawn_as_measured(deployment):
             }
         )
     )
-    ttft, e2e = distribution_figures(
-        deployment.model_copy(update={"latency": {}}), measured_latencies(requests), {}
-    )
+    ttft, e2e = distribution_figures(deployment.model_copy(update={"latency": {}}), measured_latencies(requests), {})
     assert (ttft.title, e2e.title) == ("TTFT as measured", "E2E as measured")
     (series,) = ttft.traces
     assert dict(zip(series["y"], series["x"], strict=True))[50.0] == pytest.approx(51.0)
@@ -65,9 +63,7 @@ def test_latencies_without_a_model_are_drawn_as_measured(deployment):
 
 def test_a_zero_has_no_place_on_an_axis_of_powers_of_ten(deployment):
     entry = deployment.latency["ttft"]
-    with_zero = replace(
-        entry.distribution, given_measured_state=(0.0, *entry.distribution.given_measured_state[1:])
-    )
+    with_zero = replace(entry.distribution, given_measured_state=(0.0, *entry.distribution.given_measured_state[1:]))
     changed = deployment.model_copy(update={"latency": {"ttft": replace(entry, distribution=with_zero)}})
     (figure,) = distribution_figures(changed, {}, {})
     lengths = [len(t["x"]) for t in figure.traces]

@@ -31,11 +31,7 @@ def report(trained):
 
 def _rows(text, heading):
     """Cells of the table below the line that begins with `heading`."""
-    table = (
-        text[text.index(heading) :].split("\n\n")[0]
-        if heading.startswith("|")
-        else text[text.index(heading) :]
-    )
+    table = text[text.index(heading) :].split("\n\n")[0] if heading.startswith("|") else text[text.index(heading) :]
     lines = [line for line in table.splitlines() if line.startswith("|")]
     return [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines[2:]]
 
@@ -174,8 +170,8 @@ def test_a_machine_of_several_speeds_is_named(report):
 
     text = report(lambda evaluation: change(evaluation, adjusted=True))
     said = (
-        "steps of equal batches took from 12.1 % shorter to 4.6 % longer than the mean of the training part in stretches of 30 s "
-        "(standard deviation 6.7 %), the hold-out 11.1 % shorter"
+        "steps of equal batches took from 12.1 % shorter to 4.6 % longer than the mean of the training part in "
+        "stretches of 30 s (standard deviation 6.7 %), the hold-out 11.1 % shorter"
     )
     assert said in text
     assert "At another time the machine may have another speed again" in text

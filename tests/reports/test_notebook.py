@@ -43,16 +43,12 @@ def test_models_and_evaluation_of_a_run_are_frames(trained, result):
     done = RunResult(IngestResult(trained / "tables", (), (), ()), replace(result, fitted=(error,)), trained)
     written = json.loads((trained / "models/beta.json").read_text())["models"]
     steps = done.models.filter(model="beta.cycle_time", part="line", term="intercept")
-    assert steps["value"].item() == next(
-        m["intercept"]["value"] for m in written if m["name"] == "beta.cycle_time"
-    )
+    assert steps["value"].item() == next(m["intercept"]["value"] for m in written if m["name"] == "beta.cycle_time")
     assert done.evaluation.select("name", "holdout_mdape_pct").rows() == [("beta.cycle_time", 2.5)]
 
 
 def test_an_unknown_figure_is_answered_with_all_names(result):
-    with pytest.raises(
-        tracefit.UsageError, match=r"did you mean timeline.*error-by-load, step-breakdown, first-token"
-    ):
+    with pytest.raises(tracefit.UsageError, match=r"did you mean timeline.*error-by-load, step-breakdown, first-token"):
         result.plot("timelin")
 
 
@@ -98,9 +94,7 @@ class _Result(Shown):
 
 
 def test_a_result_is_shown_as_tables():
-    shown = _Result(
-        Path("out"), 12345, (_Row("<b>", 0.5), _Row("c", None)), {"s": {"alerting": "no"}}
-    )._repr_html_()
+    shown = _Result(Path("out"), 12345, (_Row("<b>", 0.5), _Row("c", None)), {"s": {"alerting": "no"}})._repr_html_()
     assert "<td>folder</td><td>out</td>" in shown
     assert "<td>count</td><td>12,345</td>" in shown
     assert "nothing" not in shown

@@ -86,7 +86,8 @@ def _drawn(text):
 
 
 def test_the_facts_for_a_decision_come_first(text, page):
-    """Subject, the sentence, what the server did in numbers, the four uses, what to record, folded, and the figures, in that order."""
+    """Subject, the sentence, what the server did in numbers, the four uses, what to record, folded, and the figures, in
+    that order."""
     (title,) = page.all("h1")
     assert title["text"] == "meta-llama/Llama-2-7b-hf"
     marks = [
@@ -109,13 +110,9 @@ def test_the_facts_for_a_decision_come_first(text, page):
 def test_commands_to_copy_are_whole_and_as_in_the_evaluation(trained, page, text):
     (deployment,) = json.loads((trained / "evaluation.json").read_text())["deployments"]
     lines = deployment["record"]["command"]
-    (shown,) = re.findall(
-        r'<pre class="scroll commands" tabindex="0"><code>(.*?)</code></pre>', text, re.DOTALL
-    )
+    (shown,) = re.findall(r'<pre class="scroll commands" tabindex="0"><code>(.*?)</code></pre>', text, re.DOTALL)
     assert html.unescape(shown).splitlines() == lines
-    assert sum(line.startswith("  vllm bench serve ") for line in lines) == len(
-        deployment["record"]["stretches"]
-    )
+    assert sum(line.startswith("  vllm bench serve ") for line in lines) == len(deployment["record"]["stretches"])
     assert "```bash\n" + "\n".join(lines) + "\n```\n" in (trained / "report.md").read_text()
 
 
@@ -128,16 +125,13 @@ def test_waits_of_microseconds_are_no_facts_for_a_decision(trained):
     assert poor.is_negligible
     worse = one.model_copy(update={"models": {**one.models, "alpha.queue_wait": poor}})
     made = report_of(evaluation.model_copy(update={"deployments": (worse,)}), *files, None).report
-    assert not [
-        part for part in made.parts if isinstance(part, str) and "worse than the training median" in part
-    ]
+    assert not [part for part in made.parts if isinstance(part, str) and "worse than the training median" in part]
     assert "worse than the training median" not in markdown_text(made)
     long = replace(poor, holdout=replace(poor.holdout, mae=9_000.0))
     felt = one.model_copy(update={"models": {**one.models, "alpha.queue_wait": long}})
     made = report_of(evaluation.model_copy(update={"deployments": (felt,)}), *files, None).report
     assert (
-        "`alpha.queue_wait` is worse than the training median"
-        in markdown_text(made).split("Errors on the hold-out")[1]
+        "`alpha.queue_wait` is worse than the training median" in markdown_text(made).split("Errors on the hold-out")[1]
     )
 
 
@@ -234,8 +228,7 @@ def test_sections_of_one_title_have_different_anchors():
 def test_bold_may_hold_code_and_stars_that_do_not_pair_are_stars():
     text = _page_of("**Run `a_b` was *not* overloaded** (`x**y`): *it* is", "2 ** 3 of `n` is `8`")
     assert (
-        "<strong>Run <code>a_b</code> was <em>not</em> overloaded</strong> (<code>x**y</code>): <em>it</em> is"
-        in text
+        "<strong>Run <code>a_b</code> was <em>not</em> overloaded</strong> (<code>x**y</code>): <em>it</em> is" in text
     )
     assert "<p>2 ** 3 of <code>n</code> is <code>8</code></p>" in text
 
@@ -243,10 +236,7 @@ def test_bold_may_hold_code_and_stars_that_do_not_pair_are_stars():
 def test_numbers_are_right_aligned_and_details_are_folded():
     table = Table(("name", "n", "MAPE %"), (("a", "1,234", "-"), ("b", "<0.01", "2.5")), folded="Few look")
     text = _page_of(table)
-    assert (
-        '<th scope="col">name</th><th scope="col" class="n">n</th><th scope="col" class="n">MAPE\xa0%</th>'
-        in text
-    )
+    assert '<th scope="col">name</th><th scope="col" class="n">n</th><th scope="col" class="n">MAPE\xa0%</th>' in text
     assert '<td>b</td><td class="n">&lt;0.01</td><td class="n">2.5</td>' in text
     assert '<details class="folded"><summary>Few look</summary>' in text
     assert "<details" not in _page_of(Table(("a",), (("b",),)))
@@ -288,9 +278,7 @@ def test_names_cannot_break_out():
     """A run, a model or a feature may be named anything: in a text, a table, a figure, a heading, a verdict."""
     table = Table((HOSTILE,), ((HOSTILE,),), folded=HOSTILE)
     trace = {"type": "scatter", "x": [1], "y": [1], "name": HOSTILE}
-    figure = Figure(
-        HOSTILE, "f", HOSTILE, HOSTILE, table, (trace,), {"title": {"text": HOSTILE}}, note=HOSTILE
-    )
+    figure = Figure(HOSTILE, "f", HOSTILE, HOSTILE, table, (trace,), {"title": {"text": HOSTILE}}, note=HOSTILE)
     verdicts = Verdicts((UseVerdict(HOSTILE, "no", HOSTILE),))
     section = Section(HOSTILE, (f"`{HOSTILE}` **{HOSTILE}**", figure, table, Bullets((HOSTILE,)), verdicts))
     text = html_page(Report(HOSTILE, HOSTILE, (section,), HOSTILE))
@@ -314,9 +302,7 @@ def _raw_data(text):
 def test_names_are_no_codes_to_a_terminal_that_prints_the_page():
     name = "a\x1b[31m\x07\x9b"
     table = Table((name,), ((name,),), folded=name)
-    section = Section(
-        name, (name, f"**{name}**", Figure("f", "f", name, name, table, (), {}), Bullets((name,)))
-    )
+    section = Section(name, (name, f"**{name}**", Figure("f", "f", name, name, table, (), {}), Bullets((name,))))
     text = html_page(Report(name, name, (section,), name))
     assert re.findall(r"[\x1b\x07\x9b]", _head_and_body(text)) == []
     assert _Page(text).all("h1")[0]["text"] == r"a\x1b[31m\x07\x9b"
@@ -324,9 +310,7 @@ def test_names_are_no_codes_to_a_terminal_that_prints_the_page():
 
 def test_names_in_figures_are_no_links():
     """plotly makes links of its own out of `<a href=…>` in the texts of a figure."""
-    assert (
-        name_text("<a href='//evil'>x</a> & \x1b[31m") == "&lt;a href='//evil'&gt;x&lt;/a&gt; &amp; \\x1b[31m"
-    )
+    assert name_text("<a href='//evil'>x</a> & \x1b[31m") == "&lt;a href='//evil'&gt;x&lt;/a&gt; &amp; \\x1b[31m"
 
 
 @pytest.mark.usefixtures("whole_pages")

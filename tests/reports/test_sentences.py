@@ -21,7 +21,8 @@ def deployment(trained):
 
 
 def _with(deployment, holdout=None, **changes):
-    """Return the deployment with a step model whose errors are 2.84 and 9.71 %, on 200 steps, and other changes to it."""
+    """Return the deployment with a step model whose errors are 2.84 and 9.71 %, on 200 steps, and other changes to
+    it."""
     entry = deployment.models["beta.cycle_time"]
     errors = replace(entry.holdout, **({"n": 200, "mdape_pct": 2.84, "p90_ape_pct": 9.71} | (holdout or {})))
     fresh = {"holdout": errors, "extrapolated_rows": 0, "prefill_reach_pct": None}
@@ -95,7 +96,8 @@ def test_without_a_model_of_step_times_the_lead_says_why(deployment):
         update={"load": LOAD, "capacity": None, "not_fitted": (replace(lost, remedy="trace the steps"),)}
     )
     assert lead(known) == (
-        "There is no model of step times: no steps were traced. Trace the steps. One server carried 6.8 requests/s over 30 s."
+        "There is no model of step times: no steps were traced. Trace the steps. One server carried 6.8 requests/s "
+        "over 30 s."
     )
 
 

@@ -71,8 +71,8 @@ def test_a_mean_that_a_few_rows_dominate_is_called_misleading():
     admission = replace(MODEL, name="alpha.admission", holdout_mdape_pct=0.06, holdout_mape_pct=105.0)
     text = " ".join(train_text(_trained(admission)).split())
     assert (
-        "alpha.admission: the mean error misleads. Half of the held-out rows are within 0.06 %, nine of ten within 4.9 %; a few rows "
-        "that are far off, or small, raise the mean to 105 %. Read the median error and the MAE"
+        "alpha.admission: the mean error misleads. Half of the held-out rows are within 0.06 %, nine of ten within "
+        "4.9 %; a few rows that are far off, or small, raise the mean to 105 %. Read the median error and the MAE"
     ) in text
 
 
@@ -102,9 +102,7 @@ def test_a_verdict_that_is_not_yes_has_its_first_reason():
     result = _trained(
         MODEL,
         verdicts={"deployment": {"simulation": "no", "capacity planning": "yes", "alerting": "no"}},
-        reasons={
-            "deployment": {"simulation": "few rows", "capacity planning": "good", "alerting": "few rows"}
-        },
+        reasons={"deployment": {"simulation": "few rows", "capacity planning": "good", "alerting": "few rows"}},
     )
     assert "  simulation, alerting: no, few rows\n  capacity planning: yes\n" in train_text(result)
 

@@ -44,18 +44,14 @@ def test_model_with_rows_of_another_training_is_named(trained, tmp_path):
     """Another training on the same tables leaves rows with its own features."""
     shutil.copytree(trained, tmp_path / "out")
     own = tmp_path / "own.yaml"
-    own.write_text(
-        "name: own\nfeatures: [{name: tokens, unit: token, formula: prefill_tokens + decode_tokens}]\n"
-    )
+    own.write_text("name: own\nfeatures: [{name: tokens, unit: token, formula: prefill_tokens + decode_tokens}]\n")
     progress = Warned()
     report(tmp_path / "out", progress=progress)
     assert progress.texts == []
     train(tmp_path / "out/tables", tmp_path / "other", options=TrainOptions(fast=True, features=str(own)))
     report(tmp_path / "out", progress=progress)
     (text,) = progress.texts
-    assert text.startswith(
-        "beta.cycle_time: no figures, the tables hold the training rows of another training"
-    )
+    assert text.startswith("beta.cycle_time: no figures, the tables hold the training rows of another training")
 
 
 def test_marks_are_taken_away_even_within_each_other():

@@ -11,9 +11,7 @@ from tracefit.models.validation import (
 )
 from tracefit.reports.content import trust_lines
 
-ERRORS = Metrics(
-    n=90, mape_pct=2, mdape_pct=1, mae=10, rmse=1, r2=1, bias_pct=0, p90_ape_pct=1, p99_ape_pct=1
-)
+ERRORS = Metrics(n=90, mape_pct=2, mdape_pct=1, mae=10, rmse=1, r2=1, bias_pct=0, p90_ape_pct=1, p99_ape_pct=1)
 
 
 def _said(**facts):

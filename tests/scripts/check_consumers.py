@@ -1,11 +1,13 @@
 """Replay runs in BLIS with the exported coefficients and with its defaults, and hold both against the trace.
 
-`python tests/scripts/check_consumers.py BUILD [--picture FILE] [--also]`, BLIS=folder with `blis`, `defaults.yaml` (../shared/tools)
+`python tests/scripts/check_consumers.py BUILD [--picture FILE] [--also]`, BLIS=folder with `blis`, `defaults.yaml`
+(../shared/tools)
 
-Runs: those in fixtures/generated/ and three draws each of three other models; `--also` adds other loads and models. A run
-may be known not to meet what is asked: the reason is printed with it. Coefficients come from the first 70 % of the steps; errors are those of requests that arrived in the last 30 %
-of the run (after the last training step where at least 30 did). BLIS replays the whole run, by the command the export prints. Without
-BLIS everything is skipped, and counted.
+Runs: those in fixtures/generated/ and three draws each of three other models; `--also` adds other loads and models. A
+run may be known not to meet what is asked: the reason is printed with it. Coefficients come from the first 70 % of the
+steps; errors are those of requests that arrived in the last 30 % of the run (after the last training step where at
+least 30 did). BLIS replays the whole run, by the command the export prints. Without BLIS everything is skipped, and
+counted.
 """
 
 from __future__ import annotations
@@ -82,7 +84,10 @@ class Generated:
     """Why it is not expected to meet what is asked."""
 
 
-ADDED = "its steps are the larger of compute and memory time plus an overhead: BLIS has the larger of the two, or the overhead"
+ADDED = (
+    "its steps are the larger of compute and memory time plus an overhead: BLIS has the larger of the two, or "
+    "the overhead"
+)
 SEEDS = (1, 2, 3)
 """Draws of each generated run, fixed before any was replayed: one draw alone may be kind."""
 
@@ -157,9 +162,7 @@ def generate(one: Generated, folder: Path) -> Path:
     return written
 
 
-def replay(
-    command: str, results: Path, blis: Path, defaults: Path | None = None
-) -> dict[int, dict[str, float]]:
+def replay(command: str, results: Path, blis: Path, defaults: Path | None = None) -> dict[int, dict[str, float]]:
     """Run a printed replay command; with its own coefficients if `defaults` is given."""
     words = [*shlex.split(command), "--results-path", str(results), "--horizon", "100000000000"]
     words[0] = str(blis)
@@ -249,8 +252,7 @@ def table(found: list[Replayed]) -> str:
         cells = []
         for name in ("TTFT", "ITL", "E2E"):
             pairs = [
-                f"{one.off(one.fitted, (name, p)):+.1f} ({one.off(one.defaults, (name, p)):+.0f})"
-                for p in PERCENTILES
+                f"{one.off(one.fitted, (name, p)):+.1f} ({one.off(one.defaults, (name, p)):+.0f})" for p in PERCENTILES
             ]
             cells.append(f"  {'  '.join(pairs):^44s}")
         lines.append(f"{one.run:20s} {one.requests:8d}{'' if one.strict else '*'}{''.join(cells)}")

@@ -1,4 +1,5 @@
-"""Check what tracefit-vllm uses of vLLM against a wheel, or a folder of one, without installing it: `check_wheel.py WHEEL...`."""
+"""Check what tracefit-vllm uses of vLLM against a wheel, or a folder of one, without installing it: `check_wheel.py
+WHEEL...`."""
 
 from __future__ import annotations
 
@@ -54,9 +55,7 @@ def names(of: ast.ClassDef) -> set[str]:
     fields = {n.target.id for n in of.body if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)}
     methods = {node.name for node in of.body if isinstance(node, ast.FunctionDef)}
     stored = (n for n in ast.walk(of) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store))
-    return (
-        fields | methods | {n.attr for n in stored if isinstance(n.value, ast.Name) and n.value.id == "self"}
-    )
+    return fields | methods | {n.attr for n in stored if isinstance(n.value, ast.Name) and n.value.id == "self"}
 
 
 def problems(wheel: Path) -> list[str]:

@@ -56,9 +56,7 @@ def cli_page() -> str:
         if arguments:
             parts.append(table(("argument", "what"), [(_metavar(p), _text(p)) for p in arguments]))
         parts.append(_options(p for p in own if p.param_type_name == "option"))
-        parts.append(
-            f"With `--json` the command prints JSON as `schemas/results/{name}.schema.json` describes it."
-        )
+        parts.append(f"With `--json` the command prints JSON as `schemas/results/{name}.schema.json` describes it.")
     return "\n\n".join(parts) + "\n"
 
 
@@ -105,9 +103,9 @@ def tables_page() -> str:
         "# Tables",
         GENERATED,
         (
-            "Parquet, zstd, `TABLES/<table>/run_id=<run>/part-<content hash>.parquet`, sorted by their key. A missing value is "
-            "null, never 0 or an empty string. Times are nanoseconds on the engine's monotonic clock unless the name says "
-            "`unix`."
+            "Parquet, zstd, `TABLES/<table>/run_id=<run>/part-<content hash>.parquet`, sorted by their key. A "
+            "missing value is null, never 0 or an empty string. Times are nanoseconds on the engine's monotonic "
+            "clock unless the name says `unix`."
         ),
     ]
     for one in TABLES.values():
@@ -134,16 +132,13 @@ def features_page() -> str:
         "# Feature sets",
         GENERATED,
         (
-            "A feature is a formula over table columns. `--features FILE` takes your own set of features, in YAML or JSON. "
-            "Names in capitals are numbers from config.json, the GPU and the settings; a coefficient file contains them. "
-            "`tracefit features` prints these sets."
+            "A feature is a formula over table columns. `--features FILE` takes your own set of features, in YAML or "
+            "JSON. Names in capitals are numbers from config.json, the GPU and the settings; a coefficient file "
+            "contains them. `tracefit features` prints these sets."
         ),
     ]
     for one in BUILT_IN.values():
-        rows = [
-            (f"`{f.name}`", f.unit, f"`{TERM_FORMULAS.get(f.formula, f.formula)}`", f.reason)
-            for f in one.features
-        ]
+        rows = [(f"`{f.name}`", f.unit, f"`{TERM_FORMULAS.get(f.formula, f.formula)}`", f.reason) for f in one.features]
         parts += [f"## {one.name}", table(("feature", "unit", "formula", "reason"), rows)]
     return "\n\n".join(parts) + "\n"
 
@@ -154,11 +149,12 @@ def api_page() -> str:
         "# Python API",
         GENERATED,
         (
-            "The commands are functions of the package. `paths` is one path or several; other folders are those that the command "
-            "line takes, such as the OUT of `run`. Rows to predict are a frame of polars, pandas, pyarrow or another library that "
-            "narwhals supports, or one mapping per row; predictions for a frame come back as a frame of its library. Results are frozen dataclasses with the fields of `schemas/results/`. An error "
-            "is a `tracefit.TracefitError` (`UsageError`: the call or a file is wrong; `DataError`: the data cannot support "
-            "the result) whose text is one line."
+            "The commands are functions of the package. `paths` is one path or several; other folders are those that "
+            "the command line takes, such as the OUT of `run`. Rows to predict are a frame of polars, pandas, "
+            "pyarrow or another library that narwhals supports, or one mapping per row; predictions for a frame come "
+            "back as a frame of its library. Results are frozen dataclasses with the fields of `schemas/results/`. "
+            "An error is a `tracefit.TracefitError` (`UsageError`: the call or a file is wrong; `DataError`: the "
+            "data cannot support the result) whose text is one line."
         ),
         """```python
 import tracefit
@@ -184,10 +180,7 @@ print(models.predict_step([{"batch": 8, "context": 900}, {"batch": 32, "context"
             parts.append(
                 table(
                     ("method", "does"),
-                    [
-                        (f"`{m}`", inspect.cleandoc(getattr(found, m).__doc__ or "").splitlines()[0])
-                        for m in methods
-                    ],
+                    [(f"`{m}`", inspect.cleandoc(getattr(found, m).__doc__ or "").splitlines()[0]) for m in methods],
                 )
             )
     parts += ["## Figures", _sections(inspect.cleandoc(TrainResult.plot.__doc__ or "")), FIGURES_TEXT]
@@ -213,7 +206,9 @@ FIGURES = {
     "runs": "step times of several runs over the batch",
     "timeline": "an engine over its run; `timeline-2` is the next engine",
     "ttft": "distribution of TTFT, predicted and measured; `itl` and `e2e` show the others",
-    "beta.cycle_time-predicted": "predicted against measured durations of held-out rows; other names begin with another model",
+    "beta.cycle_time-predicted": (
+        "predicted against measured durations of held-out rows; other names begin with another model"
+    ),
     "beta.cycle_time-residuals": "residuals over time; add the name of a feature to get them against that feature",
 }
 
@@ -227,9 +222,7 @@ def _parameters(found: Any) -> Iterator[str]:
         starred = starred or p.kind in (p.KEYWORD_ONLY, p.VAR_POSITIONAL)
         star = "*" if p.kind is p.VAR_POSITIONAL else ""
         made = (
-            "..."
-            if "factory" in repr(p.default) or (isinstance(p.default, tuple) and p.default)
-            else repr(p.default)
+            "..." if "factory" in repr(p.default) or (isinstance(p.default, tuple) and p.default) else repr(p.default)
         )
         # An option of a function has an alias, which declares it.
         alias = getattr(options, p.annotation, None) if p.annotation.isidentifier() else None
@@ -265,7 +258,10 @@ def _sections(doc: str) -> str:
 def recordings_page() -> str:
     """Describe what files hold besides spans, as each format declares itself."""
     rows = [(one.title, one.versions, one.fills, one.units, one.clock) for one in RECORDINGS.values()]
-    intro = "tracefit also reads recordings that are not spans. It recognises them by content, under any name, compressed or not."
+    intro = (
+        "tracefit also reads recordings that are not spans. It recognises them by content, under any name, "
+        "compressed or not."
+    )
     sources = [
         (
             f"`{one.name}`",
@@ -277,7 +273,9 @@ def recordings_page() -> str:
         for one in SOURCES.values()
         if one is not DURATION_SOURCE
     ]
-    intro_of_sources = "The time of a step, `cycle_us` of `steps` and `timeline`, says in `cycle_source` where it comes from:"
+    intro_of_sources = (
+        "The time of a step, `cycle_us` of `steps` and `timeline`, says in `cycle_source` where it comes from:"
+    )
     parts = [
         "# Recordings",
         GENERATED,
@@ -289,7 +287,11 @@ def recordings_page() -> str:
         (one.title, held[one.holds], one.version, f"`{one.name}` in `tests/wrapped.py`", f"<{one.source}>")
         for one in CONTAINERS.values()
     ]
-    intro_of_containers = "Spans, recordings and logs are also read out of other programs' files. These are recognised by content too, nest up to four deep, and give the tables of the plain file; `source_offset` counts in what is inside."
+    intro_of_containers = (
+        "Spans, recordings and logs are also read out of other programs' files. These are "
+        "recognised by content too, nest up to four deep, and give the tables of the plain file; "
+        "`source_offset` counts in what is inside."
+    )
     parts += ["## Containers", intro_of_containers]
     parts += [table(("container", "its content", "version or date", "example", "described in"), containers)]
     unread = [(kind.title, kind.way) for kind in UNREAD.values()]
@@ -321,9 +323,7 @@ def thresholds_page() -> str:
             parts += [table(head, rows)] if rows else []
             parts, rows = [*parts, f"## {heading[0].upper()}{heading[1:]}"], []
         (name,) = (target.id for target in node.targets if isinstance(target, ast.Name))
-        what, origin = re.split(
-            rf" (?=(?:{'|'.join(ORIGINS)})\b)", " ".join(ast.literal_eval(doc.value).split())
-        )
+        what, origin = re.split(rf" (?=(?:{'|'.join(ORIGINS)})\b)", " ".join(ast.literal_eval(doc.value).split()))
         rows.append((f"`{name}`", ast.unparse(node.value), what, origin))
     return "\n\n".join([*parts, table(head, rows)]) + "\n"
 

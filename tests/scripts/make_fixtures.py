@@ -1,4 +1,5 @@
-"""Write the generated part of `fixtures/` again: small runs, damaged files, and what each must yield by the generator's truth.
+"""Write the generated part of `fixtures/` again: small runs, damaged files, and what each must yield by the generator's
+truth.
 
 The real runs in `fixtures/runs/` stay as they are.
 
@@ -79,7 +80,8 @@ def record(run: SynthRun, folder: Path) -> dict[str, int]:
 
 
 def log(run: SynthRun, folder: Path) -> dict[str, int]:
-    """Write the steps of a run as vLLM's log in its default format, whole seconds of local time, with a cut line and other output."""
+    """Write the steps of a run as vLLM's log in its default format, whole seconds of local time, with a cut line and
+    other output."""
     written = write_run(run, folder)
     for name in ("traces.json", "truth_steps.csv.gz", "truth_requests.csv.gz"):
         (written / name).unlink()

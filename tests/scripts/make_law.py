@@ -2,10 +2,11 @@
 
     python tests/scripts/make_law.py SAMPLE [OUT]
 
-SAMPLE is the wheel `aiconfigurator-core` 0.12.0 (Apache-2.0; `pip download --no-deps aiconfigurator-core==0.12.0`), which has measured points
-of servers (`silicon_sample.csv`) and the configurations of their models. Only points of vLLM that serves all of a request itself are used, with
-one rank of data parallelism, no pipeline, and up to eight GPUs. The decode steps of two servers in `fixtures/runs` are beside them. The points
-are not copied: what is written are the law and its errors.
+SAMPLE is the wheel `aiconfigurator-core` 0.12.0 (Apache-2.0; `pip download --no-deps aiconfigurator-core==0.12.0`),
+which has measured points of servers (`silicon_sample.csv`) and the configurations of their models. Only points of vLLM
+that serves all of a request itself are used, with one rank of data parallelism, no pipeline, and up to eight GPUs. The
+decode steps of two servers in `fixtures/runs` are beside them. The points are not copied: what is written are the law
+and its errors.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ from tracefit.tables.store import TableStore
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "runs"
 _STEPS = ("h100-codellama-34b-tp2-general", "qwen3.6-35b-a3b-tp2")
-"""Runs on GPUs; the third, Qwen3-32B on B300, stays out, so that the decode steps of this model are a test of the law."""
+"""Runs on GPUs; the third, Qwen3-32B on B300, stays out, so that the decode steps of this model are a test of the
+law."""
 _MOST_ROWS = 100_000
 OUT = Path(__file__).parents[2] / "pipeline" / "tracefit" / "coefficients" / "law_vllm.json"
 _SAMPLE = "aiconfigurator_core/systems/silicon_sample.csv"
@@ -92,9 +94,7 @@ def servers_of(sample: zipfile.ZipFile) -> tuple[list[PointServer], dict[str, in
     counts["the same row again"] += of_vllm.height - unique.height
     unique = unique.with_columns(is_expert_parallel=pl.col("moe_ep_size") > 1)
     servers = []
-    for (model, method, system, tp, is_expert_parallel), points in unique.group_by(
-        _SERVER, maintain_order=True
-    ):
+    for (model, method, system, tp, is_expert_parallel), points in unique.group_by(_SERVER, maintain_order=True):
         context = _context(sample, str(model), method and str(method), str(system))
         stated: dict[str, Any] = {"tensor_parallel": tp, "enable_expert_parallel": is_expert_parallel}
         settings = settings_from({"model": model, "max_num_seqs": 1024, **stated}, where=_SAMPLE)
@@ -155,7 +155,10 @@ def main() -> None:
     law = box(
         servers,
         engine="vllm",
-        source="silicon_sample.csv of aiconfigurator-core 0.12.0 (ai-dynamo/aiconfigurator, Apache-2.0), and decode steps of two runs in fixtures/runs",
+        source=(
+            "silicon_sample.csv of aiconfigurator-core 0.12.0 (ai-dynamo/aiconfigurator, Apache-2.0), and decode "
+            "steps of two runs in fixtures/runs"
+        ),
         sha256=hashlib.sha256(path.read_bytes()).hexdigest(),
         command="make law SAMPLE=aiconfigurator_core-0.12.0-*.whl",
         rows=rows,
@@ -164,7 +167,10 @@ def main() -> None:
     out.write_text(law.model_dump_json(indent=1) + "\n", encoding="utf-8")
     print(", ".join(f"{reason} {count:,}" for reason, count in rows.items()))
     print(", ".join(f"{c.feature} {c.value:.3g}" for c in law.law))
-    head = "| left out | groups | points | median % | P90 % | nearest % | roofline % | 80 % interval holds % | after ten points % | before % |"
+    head = (
+        "| left out | groups | points | median % | P90 % | nearest % | roofline % | 80 % interval holds % | "
+        "after ten points % | before % |"
+    )
     print(f"{head}\n|{' --- |' * 10}")
     for kind, e in law.errors.items():
         cells = [e.mdape_pct, e.p90_ape_pct, e.nearest_mdape_pct, e.roofline_mdape_pct, e.covered_pct]

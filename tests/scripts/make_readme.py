@@ -1,6 +1,7 @@
 """Write what the commands of README.md print into it, and the piece of a coefficient file that it shows.
 
-A block after `<!-- printed: REGEX -->` has the lines with a match of what the commands since the last such block print; `…` stands for others.
+A block after `<!-- printed: REGEX -->` has the lines with a match of what the commands since the last such block print;
+`…` stands for others.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ BLOCK = re.compile(
 
 
 def filled(text: str, folder: Path, models: Path) -> str:
-    """Return the text of README.md with what its commands print; they run in a folder, which has the repository's data."""
+    """Return the text of README.md with what its commands print; they run in a folder, which has the repository's
+    data."""
     (folder / "fixtures").symlink_to(ROOT / "fixtures")
     (folder / "models").symlink_to(models)
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
@@ -34,9 +36,7 @@ def filled(text: str, folder: Path, models: Path) -> str:
         if found["kind"] == "bash" and found["mark"] != "not run":
             words = ["bash", "-euo", "pipefail", "-c", found["code"]]
             environment = {**os.environ, "PATH": path, "COLUMNS": "100"}
-            done = subprocess.run(
-                words, cwd=folder, env=environment, capture_output=True, text=True, check=True
-            )
+            done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, check=True)
             printed += done.stdout
         elif found["mark"] == "printed":
             shown, printed = "".join(shortened(printed.splitlines(), found["what"])), ""
@@ -79,6 +79,4 @@ def _lines(term: dict[str, Any]) -> list[str]:
 if __name__ == "__main__":
     page = ROOT / "README.md"
     with tempfile.TemporaryDirectory() as name:
-        page.write_text(
-            filled(page.read_text(encoding="utf-8"), Path(name), ROOT / "models"), encoding="utf-8"
-        )
+        page.write_text(filled(page.read_text(encoding="utf-8"), Path(name), ROOT / "models"), encoding="utf-8")

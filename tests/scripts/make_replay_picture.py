@@ -49,27 +49,22 @@ def _described(found: Sequence[Replayed]) -> str:
         for name in LATENCIES
     }
     said = "; ".join(f"{name} {off:.1f} % at P{p} of {run}" for name, (off, run, p) in worst.items())
-    return escape(
-        f"{len(found)} runs. With the exported coefficients P50 and P90 are off by at most: {said}."
-    )
+    return escape(f"{len(found)} runs. With the exported coefficients P50 and P90 are off by at most: {said}.")
 
 
 def _legend() -> str:
     y = 16
     return (
-        f'<line class="t" x1="{LEFT}" x2="{LEFT}" y1="{y - 8}" y2="{y + 4}"/><text x="{LEFT + 8}" y="{y + 2}">trace, P50 '
-        f'P90 P99 of held-out requests</text><circle class="o" cx="{LEFT + 240}" cy="{y - 2}" r="4"/>'
-        f'<text x="{LEFT + 250}" y="{y + 2}">BLIS, exported coefficients</text>'
-        f'<circle class="d" cx="{LEFT + 425}" cy="{y - 2}" r="4"/><text x="{LEFT + 435}" y="{y + 2}">BLIS, its defaults</text>'
+        f'<line class="t" x1="{LEFT}" x2="{LEFT}" y1="{y - 8}" y2="{y + 4}"/><text x="{LEFT + 8}" y="{y + 2}">trace, '
+        f'P50 P90 P99 of held-out requests</text><circle class="o" cx="{LEFT + 240}" cy="{y - 2}" r="4"/><text '
+        f'x="{LEFT + 250}" y="{y + 2}">BLIS, exported coefficients</text><circle class="d" cx="{LEFT + 425}" '
+        f'cy="{y - 2}" r="4"/><text x="{LEFT + 435}" y="{y + 2}">BLIS, its defaults</text>'
     )
 
 
 def _panel(found: Sequence[Replayed], name: str, x0: int, height: int) -> list[str]:
     values = [
-        values_of[name, p]
-        for one in found
-        for values_of in (one.trace, one.fitted, one.defaults)
-        for p in PERCENTILES
+        values_of[name, p] for one in found for values_of in (one.trace, one.fitted, one.defaults) for p in PERCENTILES
     ]
     low, high = math.log10(min(values)) - 0.05, math.log10(max(values)) + 0.05
 

@@ -1,4 +1,5 @@
-"""Write the tables of docs/explanation/results.md: replays of all evaluations, then the models of each: of the first, deployments on GPUs and those without."""
+"""Write the tables of docs/explanation/results.md: replays of all evaluations, then the models of each: of the first,
+deployments on GPUs and those without."""
 
 from __future__ import annotations
 
@@ -40,9 +41,7 @@ def _replays(evaluation: Path) -> list[str]:
             points = [q for p in (50, 90, 99) if (q := found.get(f"{latency}_p{p}_us"))]
             if points:
                 p50 = points[0]
-                guesses = [
-                    p50[way] and 100 * (p50[way] / p50["measured"] - 1) for way in ("constant", "predicted")
-                ]
+                guesses = [p50[way] and 100 * (p50[way] / p50["measured"] - 1) for way in ("constant", "predicted")]
                 errors = [_signed(e) for e in (*(q["error_pct"] for q in points), *guesses)]
                 cells = [run["run_id"] + where, latency.upper(), f"{run['requests']:,}", *errors]
                 rows.append(f"| {' | '.join(cells)} |\n")

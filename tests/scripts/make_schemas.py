@@ -80,10 +80,8 @@ def schema_texts() -> dict[str, str]:
 
 def _json_schema(name: str, model: type[BaseModel | msgspec.Struct]) -> dict[str, Any]:
     # The manifest is a struct of msgspec, the other files are models of pydantic.
-    if issubclass(model, msgspec.Struct):
-        schema = msgspec.json.schema(model)
-    else:
-        schema = model.model_json_schema(by_alias=True)
+    is_struct = issubclass(model, msgspec.Struct)
+    schema = msgspec.json.schema(model) if is_struct else model.model_json_schema(by_alias=True)
     _describe_properties(schema)
     return {"$schema": _DIALECT, "$id": f"tracefit/{name}", **schema}
 

@@ -1,9 +1,11 @@
-"""Write `fixtures/sglang/` again: spans that SGLang's own tracing module makes, of requests and steps that are planned here.
+"""Write `fixtures/sglang/` again: spans that SGLang's own tracing module makes, of requests and steps that are planned
+here.
 
-`python tests/scripts/make_sglang_fixture.py WHEEL FOLDER`, with WHEEL the unpacked wheel of SGLang 0.5.23 (`pip download --no-deps
-sglang==0.5.23`, unzipped). `sglang.srt.observability.trace` and `.req_time_stats` run as they are, on a clock of the plan, in one
-process per role, with the OpenTelemetry SDK; what else they import of SGLang (settings, forward modes, metrics) is stood in
-for. They are called where SGLang's tokenizer manager and scheduler call them. The plan is in `truth.json` of each run.
+`python tests/scripts/make_sglang_fixture.py WHEEL FOLDER`, with WHEEL the unpacked wheel of SGLang 0.5.23 (`pip
+download --no-deps sglang==0.5.23`, unzipped). `sglang.srt.observability.trace` and `.req_time_stats` run as they are,
+on a clock of the plan, in one process per role, with the OpenTelemetry SDK; what else they import of SGLang (settings,
+forward modes, metrics) is stood in for. They are called where SGLang's tokenizer manager and scheduler call them. The
+plan is in `truth.json` of each run.
 """
 
 from __future__ import annotations
@@ -74,7 +76,8 @@ def requests(count: int, seed: int) -> list[Request]:
 
 
 def serve(planned: list[Request], slots: int = 6) -> list[Step]:
-    """Plan the steps of an engine that prefers prompts, one chunk of one request at a time, and decodes all others together."""
+    """Plan the steps of an engine that prefers prompts, one chunk of one request at a time, and decodes all others
+    together."""
     now, last = START_S, None
     waiting, running, steps = list(planned), [], []
     while waiting or running:

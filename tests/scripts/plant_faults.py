@@ -2,8 +2,8 @@
 
     python tests/scripts/plant_faults.py [ROOM ...]
 
-A row says which test found the fault; `not found` is a gap in the quick tests. Returns 1 if there is one, and 2 where a text to
-change is not in its file once: then the list below needs the new text.
+A row says which test found the fault; `not found` is a gap in the quick tests. Returns 1 if there is one, and 2 where a
+text to change is not in its file once: then the list below needs the new text.
 """
 
 from __future__ import annotations
@@ -129,9 +129,7 @@ def main(rooms: list[str]) -> int:
             if not rooms or fault.room in rooms:
                 test = found_by(fault, copy)
                 gaps += not test
-                print(
-                    f"| {fault.room} | `{fault.new}` | {f'`{test}`' if test else 'not found'} |", flush=True
-                )
+                print(f"| {fault.room} | `{fault.new}` | {f'`{test}`' if test else 'not found'} |", flush=True)
     return 1 if gaps else 0
 
 

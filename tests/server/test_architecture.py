@@ -45,9 +45,7 @@ def test_windows_do_not_cap_the_written_kv_bytes(dense, with_attention):
 
 @pytest.fixture
 def mla(dense, with_attention):
-    latent = LatentAttention(
-        q_lora_rank=None, kv_lora_rank=6, qk_nope_head_dim=3, qk_rope_head_dim=2, v_head_dim=4
-    )
+    latent = LatentAttention(q_lora_rank=None, kv_lora_rank=6, qk_nope_head_dim=3, qk_rope_head_dim=2, v_head_dim=4)
     return with_attention(dense, latent=latent, kv_heads=2, head_dim=5)
 
 

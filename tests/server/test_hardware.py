@@ -71,9 +71,7 @@ NAMES = {
 def test_a_gpu_has_several_names(gpu):
     written = [name.strip() for name in NAMES[gpu].split("|")]
 
-    assert {name: find_gpus(name) for name in (gpu, *written)} == dict.fromkeys(
-        (gpu, *written), (CATALOGUE[gpu], 1)
-    )
+    assert {name: find_gpus(name) for name in (gpu, *written)} == dict.fromkeys((gpu, *written), (CATALOGUE[gpu], 1))
 
 
 def test_every_gpu_of_the_catalogue_is_in_the_table_of_names():
@@ -307,9 +305,7 @@ def test_facts_are_scalars():
 
 
 def test_an_unknown_gpu_suggests_the_closest_and_lists_all():
-    with pytest.raises(
-        UsageError, match=r"GPU 'H10O' is not known; did you mean H100.*known: .*MI325X"
-    ) as caught:
+    with pytest.raises(UsageError, match=r"GPU 'H10O' is not known; did you mean H100.*known: .*MI325X") as caught:
         find_gpu("H10O")
 
     assert caught.value.exit_code == 2

@@ -1,8 +1,9 @@
 """Models of 2024 to 2026 whose layers differ: sizes from their cards, KV bytes by hand.
 
-Each configuration has the published keys that say something about sizes. The keys are those of the model's `config.json` (Codestral
-Mamba's and Mistral's: `params.json`) on the Hugging Face hub, and parameters those of its card, of the text decoder alone where a card
-gives its encoders' too. KV bytes are those that one token adds to the cache, in 16 bits unless the configuration says otherwise.
+Each configuration has the published keys that say something about sizes. The keys are those of the model's
+`config.json` (Codestral Mamba's and Mistral's: `params.json`) on the Hugging Face hub, and parameters those of its
+card, of the text decoder alone where a card gives its encoders' too. KV bytes are those that one token adds to the
+cache, in 16 bits unless the configuration says otherwise.
 
 The source of each names the model on the hub, and the public copy of the file that keys and values were compared with.
 """
@@ -71,7 +72,8 @@ _KIMI_FULL = [4, 8, 12, 16, 20, 24, 27]
 
 
 def _blocks(group, counts):
-    """Return blocks of DeciLM by the factor of their FFN, with attention of that many heads for each KV head, or none."""
+    """Return blocks of DeciLM by the factor of their FFN, with attention of that many heads for each KV head, or
+    none."""
     attention = {
         "n_heads_in_group": group,
         "no_op": group is None,
@@ -79,11 +81,7 @@ def _blocks(group, counts):
         "sparsify": None,
     }
     ffn = {"no_op": False, "replace_with_linear": False, "sparsify": None}
-    return [
-        {"attention": attention, "ffn": {**ffn, "ffn_mult": mult}}
-        for mult, n in counts.items()
-        for _ in range(n)
-    ]
+    return [{"attention": attention, "ffn": {**ffn, "ffn_mult": mult}} for mult, n in counts.items() for _ in range(n)]
 
 
 class _Source(NamedTuple):
@@ -91,8 +89,8 @@ class _Source(NamedTuple):
 
     Attributes:
         hub: The model on the Hugging Face hub, whose `config.json` the keys are those of.
-        compared: The public copy of that file that the keys were compared with, by repository where it is known; empty if none was
-            found, and the keys are those of the model's card and report.
+        compared: The public copy of that file that the keys were compared with, by repository where it is known; empty
+            if none was found, and the keys are those of the model's card and report.
     """
 
     hub: str
@@ -323,7 +321,8 @@ MODELS = {
         9 * 4 * (192 + 128) * 2 + 39 * 8 * (192 + 128) * 2,
         _Source("XiaomiMiMo/MiMo-V2-Flash", _AIC),
     ),
-    # The report of DeepSeek-V3: 671 B without the layer of multi-token prediction; an indexer in each layer caches 128 bytes and a scale.
+    # The report of DeepSeek-V3: 671 B without the layer of multi-token prediction; an indexer in each layer caches 128
+    # bytes and a scale.
     "deepseek-v3.2": (
         _base("deepseek_v32", 61, 7168, 128, 128, 129280)
         | _MLA
@@ -346,7 +345,8 @@ MODELS = {
         61 * ((512 + 64) * 2 + 128 + 4),
         _Source("deepseek-ai/DeepSeek-V3.2", _AIC),
     ),
-    # The card: 284 B, 13 B active. A token is cached once in each layer, and is a part of an entry of 4 or 128 tokens in most.
+    # The card: 284 B, 13 B active. A token is cached once in each layer, and is a part of an entry of 4 or 128 tokens
+    # in most.
     "deepseek-v4-flash": (
         _base("deepseek_v4", 43, 4096, 64, 1, 129280)
         | _V4
@@ -505,7 +505,8 @@ MODELS = {
         25 * 2 * 8 * 256 * 2 + 5 * 2 * 2 * 512 * 2,
         _Source("google/gemma-4-26B-A4B", _AIC),
     ),
-    # The card: 8 B with encoders of 0.3 B and 0.7 B and MobileNet's; by hand 35 layers of 112 M, tables of 0.54 and 2.35 B.
+    # The card: 8 B with encoders of 0.3 B and 0.7 B and MobileNet's; by hand 35 layers of 112 M, tables of 0.54 and
+    # 2.35 B.
     "gemma-3n-e4b": (
         {
             "model_type": "gemma3n",
@@ -900,9 +901,7 @@ def test_active_parameters_are_the_published_ones(read, name):
 @pytest.mark.parametrize("name", MODELS)
 def test_every_model_has_every_term_of_the_roofline(read, gpu, name):
     # Rates that make every number as long as numbers are.
-    slow = replace(
-        gpu, compute_tflops_fp16=989.7 / 7, compute_tflops_fp8=1979.3 / 7, memory_bandwidth_gb_s=3352.1 / 7
-    )
+    slow = replace(gpu, compute_tflops_fp16=989.7 / 7, compute_tflops_fp8=1979.3 / 7, memory_bandwidth_gb_s=3352.1 / 7)
     formulas = roofline_formulas(read(name), slow, tp=1, digits=17)
 
     assert ROOFLINE_TERMS[0] in formulas
@@ -949,7 +948,8 @@ def test_each_kind_of_attention_is_a_part_of_the_terms(read, gpu):
 
     # Full attention of 4 KV heads in 9 layers, windows of 8 KV heads in 39; the GPU moves 1000 bytes a microsecond.
     assert formulas["decode_kv_read_us"] == (
-        "num_decode_reqs * (9 * decode_visible_tokens) * 2.56 + num_decode_reqs * (39 * min(decode_visible_tokens, 128)) * 5.12"
+        "num_decode_reqs * (9 * decode_visible_tokens) * 2.56 + num_decode_reqs * (39 * min(decode_visible_tokens, "
+        "128)) * 5.12"
     )
     assert formulas["prefill_kv_write_us"] == "prefill_tokens * 222.72"
 
@@ -958,7 +958,8 @@ def test_an_indexer_reads_all_tokens_and_its_attention_the_chosen_ones(read, gpu
     formulas = roofline_formulas(read("deepseek-v3.2"), gpu, tp=8)
 
     assert formulas["decode_kv_read_us"] == (
-        "num_decode_reqs * (61 * min(decode_visible_tokens, 2048)) * 1.152 + num_decode_reqs * (61 * decode_visible_tokens) * 0.132"
+        "num_decode_reqs * (61 * min(decode_visible_tokens, 2048)) * 1.152 + num_decode_reqs * (61 * "
+        "decode_visible_tokens) * 0.132"
     )
 
 
@@ -993,10 +994,12 @@ def test_compressed_attention_counts_each_of_its_matrices():
     arch = _small_v4()
     # Queries through 5, one vector of 6 as key and value, 2 groups of heads to 3 each, and 2 · 3 to the hidden vector.
     usual = 5 * (8 + 4 * 6) + 8 * 6 + 4 * 6 * 3 + 2 * 3 * 8
-    # A vector and its weights; with an indexer twice, as are its keys, and a weight of each of its heads, whose queries come from the 5.
+    # A vector and its weights; with an indexer twice, as are its keys, and a weight of each of its heads, whose queries
+    # come from the 5.
     plain_128, plain_4 = 2 * 8 * 6, 2 * 2 * 8 * (6 + 4) + 8 * 2
     attention = 4 * usual + plain_128 + 2 * (plain_4 + 5 * 2 * 4)
-    # Two hidden vectors: before attention and before the experts, (2 + 2) · 2 weights of 2 · 8 elements, and 2 at the end.
+    # Two hidden vectors: before attention and before the experts, (2 + 2) · 2 weights of 2 · 8 elements, and 2 at the
+    # end.
     hyper = 4 * 2 * (2 + 2) * 2 * 2 * 8 + 2 * 2 * 8
     expert, router = 3 * 8 * 7, 4 * 8
 
@@ -1022,8 +1025,8 @@ def test_compressed_attention_reads_entries_beside_the_last_tokens(gpu):
         (None, pair / 128, pair / 128, vector / 128, 1): 1,
     }
     assert formulas["decode_kv_read_us"] == (
-        "num_decode_reqs * (min(decode_visible_tokens, 16)) * 0.048 + num_decode_reqs * (min(decode_visible_tokens, 40)) * 0.006 "
-        "+ num_decode_reqs * (decode_visible_tokens) * 0.00409375"
+        "num_decode_reqs * (min(decode_visible_tokens, 16)) * 0.048 + num_decode_reqs * (min(decode_visible_tokens, "
+        "40)) * 0.006 + num_decode_reqs * (decode_visible_tokens) * 0.00409375"
     )
     assert arch.kv_bytes_per_token == 4 * vector + 2 * (vector + key) / 4 + vector / 128
     # Ranks do not divide the one vector.

@@ -172,9 +172,7 @@ def test_which_layers_are_moe(parse, changes, layer_ids):
 
 
 def test_missing_key_is_named_with_its_other_spellings(parse):
-    with pytest.raises(
-        UsageError, match=r"num_hidden_layers is missing \(also spelled n_layer, num_layers\);"
-    ):
+    with pytest.raises(UsageError, match=r"num_hidden_layers is missing \(also spelled n_layer, num_layers\);"):
         parse(without=("num_hidden_layers",))
 
 
@@ -202,9 +200,7 @@ def test_model_whose_every_layer_turns_out_dense_is_dense(parse):
     ],
 )
 def test_shared_experts(parse, changes, width):
-    assert (
-        parse(num_experts=4, num_experts_per_tok=1, moe_intermediate_size=16, **changes).shared_ffn == width
-    )
+    assert parse(num_experts=4, num_experts_per_tok=1, moe_intermediate_size=16, **changes).shared_ffn == width
 
 
 def test_llama_4_has_a_shared_expert_and_a_dense_width(load):
@@ -293,13 +289,9 @@ def test_half_a_latent_attention_is_refused(config_of, key):
 
 
 @pytest.mark.parametrize("key", ["hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"])
-@pytest.mark.parametrize(
-    "value", [-1, 0, 10**30, 1.5, float("nan"), float("inf"), "64 KB", "0x40", True, [64], {}]
-)
+@pytest.mark.parametrize("value", [-1, 0, 10**30, 1.5, float("nan"), float("inf"), "64 KB", "0x40", True, [64], {}])
 def test_number_that_cannot_be_is_refused(parse, key, value):
-    with pytest.raises(
-        UsageError, match=rf"config\.json: {key} must be (a whole number|greater|less)"
-    ) as caught:
+    with pytest.raises(UsageError, match=rf"config\.json: {key} must be (a whole number|greater|less)") as caught:
         parse(**{key: value})
 
     assert "\n" not in caught.value.line()
@@ -376,8 +368,7 @@ def test_contradiction_is_refused(parse, changes, message):
 
 def test_an_unknown_family_is_assumed_to_be_a_usual_decoder(parse):
     known, unknown = (
-        parse(model_type=name, architectures=[f"{name}ForCausalLM"], _name_or_path="m")
-        for name in ("llama", "llama9")
+        parse(model_type=name, architectures=[f"{name}ForCausalLM"], _name_or_path="m") for name in ("llama", "llama9")
     )
 
     assert (unknown.model_type, unknown.parameters) == ("llama9", known.parameters)

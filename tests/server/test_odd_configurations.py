@@ -36,9 +36,7 @@ _SECTIONS = [
 ODD = st.one_of(
     st.none(),
     st.booleans(),
-    st.sampled_from(
-        [0, -1, 1, 2, 3, 2**31, 2**63, 10**9, 10**30, 0.5, 1.5, -0.0, 1e308, float("nan"), float("inf")]
-    ),
+    st.sampled_from([0, -1, 1, 2, 3, 2**31, 2**63, 10**9, 10**30, 0.5, 1.5, -0.0, 1e308, float("nan"), float("inf")]),
     st.sampled_from(
         [
             "",
@@ -53,9 +51,7 @@ ODD = st.one_of(
             "x" * 5000,
         ]
     ),
-    st.sampled_from(
-        [[], {}, [None], [[]], [1, 2], [8] * 4, ["full_attention"] * 4, [1e9] * 61, {"a": 1}, [{}] * 80]
-    ),
+    st.sampled_from([[], {}, [None], [[]], [1, 2], [8] * 4, ["full_attention"] * 4, [1e9] * 61, {"a": 1}, [{}] * 80]),
 )
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-# Parameters as reported by each model's authors or counted from its released weights (text decoder); layers; KV elements per
-# token and layer.
+# Parameters as reported by each model's authors or counted from its released weights (text decoder); layers; KV
+# elements per token and layer.
 MODELS = {
     "chatglm3-6b": (6_243_584_000, 28, 2 * 2 * 128),
     "codellama-34b": (33_743_970_304, 48, 2 * 8 * 128),

@@ -37,9 +37,7 @@ _FP8 = {"num_bits": 8, "type": "float"}
 def test_bits_are_read_under_the_keys_of_each_method(parse, section, weight_bytes, fp8_compute):
     arch = parse(quantization_config=section)
 
-    assert (arch.attention_weight_bytes, arch.ffn_weight_bytes, arch.expert_weight_bytes) == (
-        weight_bytes,
-    ) * 3
+    assert (arch.attention_weight_bytes, arch.ffn_weight_bytes, arch.expert_weight_bytes) == (weight_bytes,) * 3
     assert arch.fp8_compute is fp8_compute
     assert arch.kv_bytes == arch.dtype_bytes == 2.0
 
@@ -61,9 +59,7 @@ def test_mxfp4_shrinks_only_experts(parse):
 
 def test_a_rule_for_the_ffn_of_gemma_4_is_none_for_the_experts_beside_it(parse):
     # NVIDIA's checkpoint leaves out attention, the router and the FFN of each layer by name.
-    names = [
-        f"model.language_model.layers.{i}.{m}*" for i in range(4) for m in ("mlp", "router", "self_attn")
-    ]
+    names = [f"model.language_model.layers.{i}.{m}*" for i in range(4) for m in ("mlp", "router", "self_attn")]
     arch = parse(
         num_experts=4,
         num_experts_per_tok=1,
@@ -145,9 +141,7 @@ _NAMES = {
 @pytest.mark.parametrize("names", _NAMES.values(), ids=_NAMES)
 @pytest.mark.parametrize("key", ["ignore", "exclude_modules", "modules_to_not_convert", "exclude"])
 def test_attention_that_is_left_out_keeps_its_bits(parse, key, names):
-    arch = parse(
-        quantization_config={"quant_method": "modelopt", "quant_algo": "NVFP4", key: [*names, "lm_head"]}
-    )
+    arch = parse(quantization_config={"quant_method": "modelopt", "quant_algo": "NVFP4", key: [*names, "lm_head"]})
 
     assert (arch.attention_weight_bytes, arch.ffn_weight_bytes) == (2.0, 0.5625)
 

@@ -22,14 +22,21 @@ from tracefit.server.settings import ServerSettings, read_settings, settings_fro
 from tracefit.synth import SynthOptions, synth, write_run
 from tracefit.tables.store import TableStore
 
-ARGUMENTS = "INFO 11-28 00:01:16 [api_utils.py:286] non-default args: {'model_tag': 'org/m', 'model': 'org/m', 'dtype': 'auto', 'max_num_seqs': 64}"
-ENGINE = (
-    "(EngineCore_DP0 pid=7) INFO 11-28 00:01:31 [core.py:133] Initializing a V1 LLM engine (v0.32.0) with config: model='org/m', "
-    "speculative_config=None, dtype=torch.bfloat16, max_seq_len=2048, tensor_parallel_size=2, pipeline_parallel_size=1, quantization=None, "
-    "quantization_config=None, enforce_eager=True, kv_cache_dtype=auto, device_config={device}, enable_prefix_caching=False, "
-    "enable_chunked_prefill=True, compilation_config={{'mode': <CompilationMode.NONE: 0>{more}}}"
+ARGUMENTS = (
+    "INFO 11-28 00:01:16 [api_utils.py:286] non-default args: {'model_tag': 'org/m', 'model': 'org/m', "
+    "'dtype': 'auto', 'max_num_seqs': 64}"
 )
-CACHE = "INFO 11-28 00:01:50 [kv_cache_utils.py:2327] GPU KV cache size: 262,144 tokens, Maximum concurrency for 2,048 tokens: 128.00x"
+ENGINE = (
+    "(EngineCore_DP0 pid=7) INFO 11-28 00:01:31 [core.py:133] Initializing a V1 LLM engine (v0.32.0) with config: "
+    "model='org/m', speculative_config=None, dtype=torch.bfloat16, max_seq_len=2048, tensor_parallel_size=2, "
+    "pipeline_parallel_size=1, quantization=None, quantization_config=None, enforce_eager=True, kv_cache_dtype=auto, "
+    "device_config={device}, enable_prefix_caching=False, enable_chunked_prefill=True, compilation_config={{'mode': "
+    "<CompilationMode.NONE: 0>{more}}}"
+)
+CACHE = (
+    "INFO 11-28 00:01:50 [kv_cache_utils.py:2327] GPU KV cache size: 262,144 tokens, Maximum concurrency for "
+    "2,048 tokens: 128.00x"
+)
 NO_FILES = ServerSettings()
 
 
@@ -76,9 +83,7 @@ def test_limits_that_no_line_names_are_the_version_s_defaults(device, gpu, budge
         slots,
         block,
     )
-    assert {settings.sources[n] for n in ("max_num_batched_tokens", "max_num_seqs", "block_size")} == {
-        "assumed"
-    }
+    assert {settings.sources[n] for n in ("max_num_batched_tokens", "max_num_seqs", "block_size")} == {"assumed"}
 
 
 def test_the_token_budget_is_the_end_of_the_compiled_ranges():
@@ -88,10 +93,7 @@ def test_the_token_budget_is_the_end_of_the_compiled_ranges():
 
 def test_without_a_log_no_limit_is_assumed():
     assert context([]).settings.max_num_seqs is None
-    assert (
-        context(["INFO Engine 000: Iteration(1): nothing of the server"]).settings.max_num_batched_tokens
-        is None
-    )
+    assert context(["INFO Engine 000: Iteration(1): nothing of the server"]).settings.max_num_batched_tokens is None
 
 
 def test_files_and_the_user_win_over_the_log_and_a_contradiction_is_said():
@@ -204,14 +206,9 @@ def test_an_empty_start_states_nothing():
 def test_the_logging_configuration_of_the_docs_gives_microseconds():
     path = Path(__file__).parents[2] / "docs/how-to/vllm-logging.json"
     form = json.loads(path.read_text())["formatters"]["microseconds"]["format"]
-    record = logging.LogRecord(
-        "vllm", logging.INFO, "loggers.py", 198, "Engine 000: Iteration(1)", None, None
-    )
+    record = logging.LogRecord("vllm", logging.INFO, "loggers.py", 198, "Engine 000: Iteration(1)", None, None)
     record.created = 1_795_824_076.0959
-    assert (
-        logging.Formatter(form).format(record)
-        == "INFO 1795824076.095900 [loggers.py:198] Engine 000: Iteration(1)"
-    )
+    assert logging.Formatter(form).format(record) == "INFO 1795824076.095900 [loggers.py:198] Engine 000: Iteration(1)"
 
 
 def test_only_settings_are_kept_of_the_arguments(tmp_path):
@@ -254,9 +251,7 @@ def test_speculative_decoding_is_read_of_the_arguments_or_of_the_engine():
 
 def test_a_server_with_adapters_is_another_deployment():
     """Its layers multiply by those, too: a step takes longer."""
-    with_adapters = context(
-        [ARGUMENTS.replace("'max_num_seqs'", "'enable_lora': True, 'max_num_seqs'"), engine()]
-    )
+    with_adapters = context([ARGUMENTS.replace("'max_num_seqs'", "'enable_lora': True, 'max_num_seqs'"), engine()])
     without = context([ARGUMENTS.replace("'max_num_seqs'", "'enable_lora': False, 'max_num_seqs'"), engine()])
     plain = context([ARGUMENTS, engine()])
     assert deployment_of(without).deployment_id == deployment_of(plain).deployment_id

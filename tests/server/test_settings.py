@@ -91,9 +91,7 @@ def test_agreeing_spellings_merge_and_others_are_refused():
 )
 @pytest.mark.parametrize("value", [0, -1, "64", 1.5, True, float("nan"), float("inf"), 10**30, [64], ""])
 def test_count_that_cannot_be_names_key_and_file(key, value):
-    with pytest.raises(
-        UsageError, match=rf"^run\.yaml: {key} must be (a whole number|greater|less)"
-    ) as caught:
+    with pytest.raises(UsageError, match=rf"^run\.yaml: {key} must be (a whole number|greater|less)") as caught:
         settings_from({key: value}, where="run.yaml")
 
     assert caught.value.exit_code == 2
@@ -120,9 +118,7 @@ def test_kinds_of_values(key, good, bad):
 
 
 def test_a_users_value_wins_and_keeps_its_source():
-    read = settings_from(
-        {"max_num_seqs": 64, "tp": 2, "note": "a", "other": 1}, where="run.yaml", source="read"
-    )
+    read = settings_from({"max_num_seqs": 64, "tp": 2, "note": "a", "other": 1}, where="run.yaml", source="read")
     given = settings_from({"max_num_seqs": 128, "note": "b"}, where="options")
     merged = merge(read, given)
 
@@ -164,9 +160,7 @@ def test_values_and_sources_have_one_order():
     there = settings_from({"max_num_seqs": 64, "tp": 2, "model": "m", "dtype": "half"}, where="x")
     back = settings_from({"dtype": "half", "model": "m", "tp": 2, "max_num_seqs": 64}, where="x")
 
-    assert (
-        list(there.values()) == list(back.values()) == ["model", "tensor_parallel", "max_num_seqs", "dtype"]
-    )
+    assert list(there.values()) == list(back.values()) == ["model", "tensor_parallel", "max_num_seqs", "dtype"]
     assert list(there.sources) == list(back.sources)
     assert json.dumps(there.knobs()) == json.dumps(back.knobs())
 
@@ -275,7 +269,10 @@ def test_settings_may_be_grouped(text):
 
 
 def test_cache_and_gpu_are_read_from_nested_sections():
-    text = '{"kv_cache": {"num_gpu_blocks": 2588, "num_cpu_blocks": null}, "hardware": {"device_name": "NVIDIA GeForce RTX 4090"}}'
+    text = (
+        '{"kv_cache": {"num_gpu_blocks": 2588, "num_cpu_blocks": null}, "hardware": {"device_name": "NVIDIA '
+        'GeForce RTX 4090"}}'
+    )
     assert parse_settings(text, where="x").values() == {
         "num_gpu_blocks": 2588,
         "gpu": "NVIDIA GeForce RTX 4090",
@@ -283,9 +280,7 @@ def test_cache_and_gpu_are_read_from_nested_sections():
 
 
 def test_nested_values_lose_only_keys_that_json_lacks():
-    assert parse_settings("x: {2020-01-01: 1, a: 2020-01-01}\n", where="x").other == {
-        "x": '{"a": "2020-01-01"}'
-    }
+    assert parse_settings("x: {2020-01-01: 1, a: 2020-01-01}\n", where="x").other == {"x": '{"a": "2020-01-01"}'}
 
 
 MANIFESTS = {
@@ -463,9 +458,7 @@ def test_the_environment_of_a_compose_file_is_not_known():
     settings = parse_settings(dedent(text), where="compose.yaml")
 
     assert settings.values() == {"model": "org/a-model", "max_num_seqs": 32}
-    assert settings.unread == (
-        "compose.yaml: tensor_parallel is ${TP:-2}, whose value the file does not state",
-    )
+    assert settings.unread == ("compose.yaml: tensor_parallel is ${TP:-2}, whose value the file does not state",)
 
 
 SERVICE = "apiVersion: v1\nkind: Service\nmetadata: {name: m}\nspec: {ports: [{port: 8000}]}\n"
@@ -575,9 +568,7 @@ def test_only_what_servers_for_prefill_and_decode_share_is_taken(text, where):
     assert settings.values() == {"model": "org/a-model", "max_model_len": 32000}
     differing = "tensor_parallel 1 and 4, max_num_seqs none and 128, block_size 64 and none"
     assert len(settings.unread) == 1
-    assert settings.unread[0].startswith(
-        f"{where}: its servers for prefill and for decode differ ({differing})"
-    )
+    assert settings.unread[0].startswith(f"{where}: its servers for prefill and for decode differ ({differing})")
     assert (
         "state them with `ServerOptions.settings`, or put prefill or decode into the name of the run's folder"
         in settings.unread[0]
@@ -1009,7 +1000,9 @@ def test_last_start_in_a_log_counts(tmp_path):
     ],
 )
 def test_the_token_budget_is_logged_after_the_arguments(tmp_path, args, line, budget):
-    log = f"{PREFIX}max_num_batched_tokens=1 of an earlier start\n{PREFIX}non-default args: {{{args}}}\n{PREFIX}{line}\n"
+    log = (
+        f"{PREFIX}max_num_batched_tokens=1 of an earlier start\n{PREFIX}non-default args: {{{args}}}\n{PREFIX}{line}\n"
+    )
     assert _read(tmp_path, log).max_num_batched_tokens == budget
 
 

@@ -1,4 +1,5 @@
-"""Runs in the form of ForwardPassMetrics: the records' times and batches beside the truth, and the model fitted on them."""
+"""Runs in the form of ForwardPassMetrics: the records' times and batches beside the truth, and the model fitted on
+them."""
 
 from __future__ import annotations
 

@@ -37,9 +37,7 @@ def test_every_step_with_tokens_has_a_line_with_its_time(made):
     batch = ["num_prefill_reqs", "prefill_tokens", "num_decode_reqs", "decode_tokens"]
     assert found.height == truth.height == both.height
     assert both.select(pl.all_horizontal(pl.col(c) == pl.col(f"{c}_true") for c in batch).all()).item()
-    timed = both.filter(
-        pl.col("cycle_us").is_not_null() & ~pl.col("idle_after") & (pl.col("interval_steps") == 1)
-    )
+    timed = both.filter(pl.col("cycle_us").is_not_null() & ~pl.col("idle_after") & (pl.col("interval_steps") == 1))
     if form == "log":
         # A line ends its step, within the 0.25 ms in which outputs come, and of the step before likewise.
         assert timed.height > 0.9 * truth.height

@@ -65,13 +65,8 @@ def test_a_request_has_its_lengths_and_its_latency(form):
         ttfts = [r["first_token_ts"] - r["queued_ts"] for r in requests]
         tokens = (truth["first_token_ns"] - truth["queued_ns"]).to_numpy() / 1e9
     else:
-        roots = sorted(
-            (span for span in run.spans if span.name == "Req"), key=lambda span: span.start_unix_ns
-        )
-        told = [
-            tuple(r.attributes[f"gen_ai.usage.{name}_tokens"] for name in ("prompt", "completion"))
-            for r in roots
-        ]
+        roots = sorted((span for span in run.spans if span.name == "Req"), key=lambda span: span.start_unix_ns)
+        told = [tuple(r.attributes[f"gen_ai.usage.{name}_tokens"] for name in ("prompt", "completion")) for r in roots]
         ttfts = [r.attributes["gen_ai.latency.time_to_first_token"] for r in roots]
         loops = sum(span.name == "decode_loop" for span in run.spans)
         assert loops == truth["output_tokens"].sum() - truth.height

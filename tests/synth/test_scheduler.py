@@ -33,9 +33,7 @@ def _tokens(plan):
 
 def _worked_example(*, chunked_prefill):
     # C holds one block, no request can use the null block: 20 are free.
-    config = SynthOptions(
-        max_num_seqs=8, max_num_batched_tokens=64, num_blocks=22, chunked_prefill=chunked_prefill
-    )
+    config = SynthOptions(max_num_seqs=8, max_num_batched_tokens=64, num_blocks=22, chunked_prefill=chunked_prefill)
     scheduler = Scheduler(config)
     carried = _decoding(scheduler)
     assert (carried.blocks, scheduler.pool.free) == (1, 20)
@@ -243,9 +241,7 @@ def _histories(draw):
         prefix_tokens=block_size * draw(st.integers(0, 2)),
     )
     longest = config.longest_sequence_tokens
-    sizes = st.tuples(
-        st.integers(1, longest), st.integers(1, longest), st.integers(-1, 1), st.integers(0, 12)
-    )
+    sizes = st.tuples(st.integers(1, longest), st.integers(1, longest), st.integers(-1, 1), st.integers(0, 12))
     return config, draw(st.lists(sizes, min_size=1, max_size=12)), draw(st.integers(0, 5))
 
 

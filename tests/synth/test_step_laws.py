@@ -197,8 +197,6 @@ def test_models_are_of_several_families():
     assert MODELS["qwen-moe-30b"].head_dim == 128 != 2_048 // 32
 
 
-@pytest.mark.parametrize(
-    ("name", "size"), [("llama-8b", 131_072), ("llama-70b", 327_680), ("qwen-moe-30b", 98_304)]
-)
+@pytest.mark.parametrize(("name", "size"), [("llama-8b", 131_072), ("llama-70b", 327_680), ("qwen-moe-30b", 98_304)])
 def test_kv_bytes_per_token(name, size):
     assert MODELS[name].kv_bytes_per_token == size

@@ -73,9 +73,7 @@ def test_two_formats_are_two_run_folders(small, tmp_path):
     folder = write_run(small, tmp_path, formats=("json", "protobuf"), compress="gz")
     assert folder == tmp_path / "small"
     assert {path.name for path in tmp_path.iterdir()} == {"small", "small-proto"}
-    traces = [
-        [path.name for path in sorted(tmp_path.glob(f"{name}/traces*"))] for name in ("small", "small-proto")
-    ]
+    traces = [[path.name for path in sorted(tmp_path.glob(f"{name}/traces*"))] for name in ("small", "small-proto")]
     assert traces == [["traces.json.gz"], ["traces.binpb.gz"]]
 
 

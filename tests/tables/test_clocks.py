@@ -31,9 +31,7 @@ def _spans(traces, server):
             yield record["scopeSpans"][0]["spans"][0]
 
 
-def _on_another_host(
-    traces, server, *, by_us=HOUR_US, scopes=("llm_core", "llm_request", "scheduler_steps_1")
-):
+def _on_another_host(traces, server, *, by_us=HOUR_US, scopes=("llm_core", "llm_request", "scheduler_steps_1")):
     for span in _spans(traces, server):
         if span["name"] in scopes:
             for event in span["events"]:
@@ -156,7 +154,8 @@ def test_a_host_that_was_restarted_is_one_server(traces):
 @pytest.mark.slow
 @together
 def test_a_step_that_a_machine_suspends_stays(traces):
-    """Its wall-clock time is at its end, seconds after it began; one that began at another time than it says does not stay."""
+    """Its wall-clock time is at its end, seconds after it began; one that began at another time than it says does not
+    stay."""
     late_ns = 3_000_000_000
     steps = [traces.summary(step, 1000.0 * step) for step in range(1, 9)]
     for event, is_true in ((steps[6], False), (steps[7], True)):
@@ -263,9 +262,7 @@ def test_a_few_requests_out_of_order_are_no_clock(traces):
     assert table("runs").select(API_CLOCK).rows() == [("engine", None, None, 0)]
     assert table("requests")["departure_us"].null_count() == 10
     counts = json.loads(table("runs")["implausible"][0])
-    assert counts == {
-        f"requests.{c} is between events out of order": 10 for c in ("departure_us", "client_us")
-    }
+    assert counts == {f"requests.{c} is between events out of order": 10 for c in ("departure_us", "client_us")}
 
 
 @pytest.mark.slow
@@ -275,10 +272,7 @@ def test_clocks_that_no_distance_explains_leave_no_value(traces):
     assert table("runs").select(API_CLOCK).rows() == [("engine", None, None, 0)]
     requests = table("requests")
     assert (requests["admission_us"].null_count(), requests["departure_us"].null_count()) == (20, 20)
-    assert (
-        json.loads(table("runs")["implausible"][0])["requests.admission_us is between events out of order"]
-        == 20
-    )
+    assert json.loads(table("runs")["implausible"][0])["requests.admission_us is between events out of order"] == 20
 
 
 @pytest.mark.slow

@@ -14,8 +14,8 @@ def test_a_full_disk_is_known_from_the_text_of_a_library(tmp_path, text):
     with pytest.raises(UsageError) as caught, disk_errors(tmp_path):
         raise OSError(text)
     assert caught.value.line() == (
-        f"{tmp_path}: cannot be written (No space left on device); the previous files are unchanged; free some space and "
-        "run the command again"
+        f"{tmp_path}: cannot be written (No space left on device); the previous files are unchanged; free some space "
+        "and run the command again"
     )
 
 

@@ -149,9 +149,7 @@ def test_preemptions_pair_with_what_follows(traces, case):
 
 @together
 def test_a_step_whose_tokens_do_not_add_up_is_reported(traces):
-    traces.steps(
-        traces.summary(1, 1000), traces.summary(2, 3000, scheduled_tokens=9), traces.summary(3, 5000)
-    )
+    traces.steps(traces.summary(1, 1000), traces.summary(2, 3000, scheduled_tokens=9), traces.summary(3, 5000))
     assert (yield from checks_of(traces))["tokens of a step add up"] == (2, 3, "1 otherwise")
 
 

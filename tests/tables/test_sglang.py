@@ -65,12 +65,8 @@ def test_times_of_requests_are_the_planned_ones_at_every_level(read, run):
 @pytest.mark.slow
 def test_prefill_and_decode_servers_are_apart(read):
     found, wanted = read("sglang-apart").read("requests"), plan("sglang-apart")
-    roles = found.with_columns(role=pl.col("server").str.extract(r" (\w+)$")).partition_by(
-        "role", as_dict=True
-    )
-    prefill, decode = (
-        wanted.join(roles[role,], on="request_id", suffix="_found") for role in ("prefill", "decode")
-    )
+    roles = found.with_columns(role=pl.col("server").str.extract(r" (\w+)$")).partition_by("role", as_dict=True)
+    prefill, decode = (wanted.join(roles[role,], on="request_id", suffix="_found") for role in ("prefill", "decode"))
     assert prefill.height == decode.height == wanted.height
     assert (prefill["prefill_us"] - prefill["prefill_us_found"]).abs().max() <= STAMP_US
     assert (prefill["queue_wait_us"] - prefill["queue_wait_us_found"]).abs().max() <= STAMP_US
@@ -95,9 +91,7 @@ def test_spans_of_steps_give_the_planned_batches(read):
     store = read(run)
     planned = json.loads((FIXTURES / run / "truth.json").read_text())["steps"]
     chunked = {
-        r["rid"]
-        for r in json.loads((FIXTURES / run / "truth.json").read_text())["requests"]
-        if len(r["chunks"]) > 1
+        r["rid"] for r in json.loads((FIXTURES / run / "truth.json").read_text())["requests"] if len(r["chunks"]) > 1
     }
     found = store.read("steps").sort("step_id")
     assert found["step_id"].to_list() == list(range(1, len(planned) + 1))

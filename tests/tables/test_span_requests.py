@@ -35,9 +35,7 @@ def _span(trace, scope, name, ids, begin_us, end_us, **attributes):
 
 def _stock(trace, number=7, *, begin_us=1_000_000, parent=0, scope="vllm.llm_engine", **changes):
     facts = {**STOCK, "gen_ai.request.id": f"cmpl-{number}", **changes}
-    return _span(
-        trace, scope, "llm_request", (number, 2 * number, parent), begin_us, begin_us + 335_000, **facts
-    )
+    return _span(trace, scope, "llm_request", (number, 2 * number, parent), begin_us, begin_us + 335_000, **facts)
 
 
 def _phases(trace, number, phases, *, parent, scope="vllm.scheduler"):

@@ -58,9 +58,9 @@ def test_the_same_contents_replace_the_run(tmp_path, traces):
     for gpu in ("A100", "H100"):
         result = ingest([folder], tmp_path / "tables", server=ServerOptions(gpu=gpu))
     assert result.warnings == ()
-    assert [len(list((tmp_path / "tables" / name).rglob("*.parquet"))) for name in INGEST_TABLES] == [
-        1
-    ] * len(INGEST_TABLES)
+    assert [len(list((tmp_path / "tables" / name).rglob("*.parquet"))) for name in INGEST_TABLES] == [1] * len(
+        INGEST_TABLES
+    )
     assert "H100" in TableStore(tmp_path / "tables").read("runs")["gpu"].item()
 
 
@@ -68,9 +68,7 @@ def test_only_the_wanted_columns_are_read(tmp_path, traces):
     ingest([traces.request(1, 0, step=1).write(tmp_path / "run")], tmp_path / "tables")
     store = TableStore(tmp_path / "tables")
     wanted = ["request_id", "server", "no_such_column"]
-    assert store.read("requests", columns=wanted).equals(
-        store.read("requests").select("server", "request_id")
-    )
+    assert store.read("requests", columns=wanted).equals(store.read("requests").select("server", "request_id"))
     assert store.read("requests", [], wanted).columns == ["server", "request_id"]
 
 
@@ -99,9 +97,7 @@ def test_of_many_small_runs_a_damaged_one_is_named(many_runs):
 
 def test_the_order_of_a_runs_files_does_not_matter(tmp_path, new_traces):
     for number in (1, 2):
-        new_traces().request(1 + number, 0, step=1).write(
-            tmp_path, name=f"traces-{number}.json", config=False
-        )
+        new_traces().request(1 + number, 0, step=1).write(tmp_path, name=f"traces-{number}.json", config=False)
     files = sorted(tmp_path.glob("traces-*.json"))
     for order in (files, files[::-1]):
         ingest(order, tmp_path / "tables")
@@ -147,9 +143,7 @@ def parts(tmp_path_factory, trained, new_traces):
     folder = trace.write(root / "busy")
     with (folder / "traces.json").open("a") as stream:
         stream.write('{"resourceSpans": [{"sc\n')
-    (folder / "kv_events.jsonl").write_text(
-        '[1700000002.5,[["AllBlocksCleared"],["BlockRemoved",[7]]],0,1]\n'
-    )
+    (folder / "kv_events.jsonl").write_text('[1700000002.5,[["AllBlocksCleared"],["BlockRemoved",[7]]],0,1]\n')
     (folder / "points.csv").write_text("concurrency,ttft_ms\n1,20\n")
     ingest([folder], root / "tables")
     few = ("request_snapshots", "rejects", "kv_events", "points")
@@ -184,7 +178,8 @@ def test_columns_and_types_are_the_published_ones(parts, name):
 @pytest.mark.mostly_slow(every=2)
 @pytest.mark.parametrize("name", ["requests", "spans"])
 def test_the_folder_of_a_table_is_read_without_options(tmp_path, new_traces, name):
-    """By pyarrow, which pandas calls, and by polars: all runs, and `run_id` once although folders are named after it."""
+    """By pyarrow, which pandas calls, and by polars: all runs, and `run_id` once although folders are named after
+    it."""
     for number in (1, 2):
         folder = new_traces().request(1 + number, 0, step=1).write(tmp_path / f"day-{number}")
         ingest([folder], tmp_path / "tables")
@@ -253,10 +248,7 @@ def test_part_that_the_disk_refuses_is_one_line(tmp_path, new_traces, monkeypatc
         if Path(f"/proc/self/fd/{descriptor}").readlink().suffix == ".parquet":
             raise OSError(errno.EIO, "Input/output error")
 
-    folders = [
-        new_traces().request(1 + number, 0, step=1).write(tmp_path / f"run-{number}")
-        for number in range(runs)
-    ]
+    folders = [new_traces().request(1 + number, 0, step=1).write(tmp_path / f"run-{number}") for number in range(runs)]
     monkeypatch.setattr(os, "fsync", fsync)
     with pytest.raises(UsageError, match=r"tables: cannot be written \(Input/output error\)"):
         ingest(folders, tmp_path / "tables")
@@ -290,7 +282,5 @@ def test_a_damaged_part_is_one_line(tmp_path, traces):
     ingest([traces.request(1, 0, step=1).write(tmp_path / "run")], tmp_path / "tables")
     part = next((tmp_path / "tables" / "steps").rglob("*.parquet"))
     part.write_bytes(b"PAR1 and nothing else")
-    with pytest.raises(
-        DataError, match=r"part-.*is not what was written; remove it and ingest the run again"
-    ):
+    with pytest.raises(DataError, match=r"part-.*is not what was written; remove it and ingest the run again"):
         train(tmp_path / "tables", tmp_path / "models")

@@ -75,7 +75,8 @@ class Story:
         )
 
     def preempted(self, name, lost, again, last, *, out, total, prefilled=1, **facts) -> Story:
-        """Add a request scheduled in step 1 that loses its blocks in `lost`, `out` tokens out, and resumes in `again`."""
+        """Add a request scheduled in step 1 that loses its blocks in `lost`, `out` tokens out, and resumes in
+        `again`."""
         return self.request(
             name,
             ("QUEUED", 0),

@@ -71,9 +71,7 @@ def test_the_first_event_inside_and_the_last_after_a_step_count(engine_tables, s
     _many(story)
     for step in range(1, 30):
         story.summary(step)
-    story.request("x", ("SCHEDULED", 31, {"at_us": 310_450})).request(
-        "y", ("FIRST_TOKEN", 31, {"at_us": 319_700})
-    )
+    story.request("x", ("SCHEDULED", 31, {"at_us": 310_450})).request("y", ("FIRST_TOKEN", 31, {"at_us": 319_700}))
     rows = engine_tables((story,)).rows(*START)
     assert (rows[31][0], rows[32][0]) == (story.at(31), story.at(32))
 

@@ -73,9 +73,7 @@ def test_a_preempted_decode_is_computed_again(engine_tables, story):
         7: (0, 0, 0, 1, 1, 103),
         8: (0, 0, 0, 1, 1, 104),
     }
-    assert engine_tables((story,)).rows(
-        "running_depth", "waiting_depth", "waiting_tokens", "num_preempted"
-    ) == {
+    assert engine_tables((story,)).rows("running_depth", "waiting_depth", "waiting_tokens", "num_preempted") == {
         **dict.fromkeys((1, 2, 3), (1, 0, 0, 0)),
         4: (0, 1, 103, 1),
         5: (0, 1, 103, 0),
@@ -233,9 +231,7 @@ def test_chunks_take_their_blocks_as_they_come_and_keep_them(engine_tables, stor
     """100 of 250 tokens a step: 7, 13 and 16 blocks of 16; a step that gives it nothing leaves it what it has."""
     story.served("a", 1, 1, prompt=100).served("b", 2, 5, prompt=250, prefilled=5)
     story.served("c", 3, 3, prompt=100)
-    used = [
-        row[0] for row in engine_tables((story,)).rows("kv_blocks_used", max_num_batched_tokens=100).values()
-    ]
+    used = [row[0] for row in engine_tables((story,)).rows("kv_blocks_used", max_num_batched_tokens=100).values()]
     assert used == [7, 7, 7 + 7, 13, 16]
 
 

@@ -115,9 +115,7 @@ def test_no_cycle_reaches_over_a_restart(engine_tables, new_story):
 
 
 def test_a_request_in_flight_ends_with_its_engine(engine_tables, new_story):
-    before = (
-        new_story(epoch=0).request("a", ("QUEUED", 0), ("SCHEDULED", 1), ("FIRST_TOKEN", 1)).served("c", 1, 2)
-    )
+    before = new_story(epoch=0).request("a", ("QUEUED", 0), ("SCHEDULED", 1), ("FIRST_TOKEN", 1)).served("c", 1, 2)
     after = new_story(epoch=1, begin_us=500_000).served("b", 1, 2, prompt=7)
     table = engine_tables((before, after)).timeline()
     assert table.filter(epoch=1).select("running_depth", "waiting_depth").rows() == [(1, 0), (1, 0)]
@@ -149,9 +147,7 @@ def test_servers_of_one_file_do_not_mix(engine_tables, new_story):
 
 
 def test_two_servers_steps_of_one_number_are_two_steps(engine_tables, new_story):
-    stories = [
-        new_story(server=name).summary(1).summary(2, at_us=us) for name, us in (("one", 0), ("two", 500))
-    ]
+    stories = [new_story(server=name).summary(1).summary(2, at_us=us) for name, us in (("one", 0), ("two", 500))]
     table = engine_tables(tuple(stories)).timeline(complete=False)
     assert table.filter(step_id=1).select("server", "cycle_us").rows() == [
         ("one", 10_000.0),
@@ -235,9 +231,7 @@ def test_every_summary_column_of_the_timeline_is_filled(engine_tables, story, co
 @pytest.mark.parametrize("with_summaries", [False, True])
 @pytest.mark.parametrize("lost", ["QUEUED", "SCHEDULED", "FIRST_TOKEN", "FINISHED"])
 @pytest.mark.parametrize("lag", [0, 1])
-def test_an_event_without_a_step_is_of_the_step_of_its_time(
-    engine_tables, new_story, lost, with_summaries, lag
-):
+def test_an_event_without_a_step_is_of_the_step_of_its_time(engine_tables, new_story, lost, with_summaries, lag):
     """Every tenth of 60 requests lacks the step of an event; other events, or summaries, show what ran."""
     names = ("running_depth", "waiting_depth", "remaining_after", "kv_blocks_used")
     stories = []
@@ -248,9 +242,7 @@ def test_an_event_without_a_step_is_of_the_step_of_its_time(
         for step in range(1, 69) if with_summaries else ():
             story.summary(step, kv_blocks_total=None, running_depth=None, waiting_depth=None)
         for event in story.events[40::40]:
-            damaged = next(
-                e for e in story.events if e["trace_id"] == event["trace_id"] and e["event"] == lost
-            )
+            damaged = next(e for e in story.events if e["trace_id"] == event["trace_id"] and e["event"] == lost)
             damaged["step_id"] = None if is_damaged else damaged["step_id"]
         stories.append(engine_tables((story,)).rows(*names))
     assert stories[1] == stories[0]

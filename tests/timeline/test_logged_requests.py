@@ -1,4 +1,5 @@
-"""Requests of an unmodified server on the steps of its log: the true steps of a generated run, with fine stamps and whole seconds."""
+"""Requests of an unmodified server on the steps of its log: the true steps of a generated run, with fine stamps and
+whole seconds."""
 
 from __future__ import annotations
 
@@ -94,10 +95,9 @@ def test_requests_get_the_steps_that_they_were_in(fine, delay_us):
 
 @pytest.mark.slow
 def test_a_request_that_the_next_step_takes_is_queued_in_the_step_before():
-    """No request gets its first or last token in most steps of a lightly loaded server, and the time of their ends is interpolated."""
-    run = synth(
-        SynthOptions(requests=300, rate_per_s=12.0, seed=5, max_num_seqs=16, noise=0.2, stop_fraction=0.0)
-    )
+    """No request gets its first or last token in most steps of a lightly loaded server, and the time of their ends is
+    interpolated."""
+    run = synth(SynthOptions(requests=300, rate_per_s=12.0, seed=5, max_num_seqs=16, noise=0.2, stop_fraction=0.0))
     placed = place_on_log(in_unix(stock_requests(run)), log_clock(logged(run)), LIMITS)
     assert placed is not None
     rows = placed.requests.drop_nulls("queued_step").select(
@@ -121,12 +121,11 @@ def test_requests_with_prefix_hits_match_whole_seconds():
 
 @pytest.mark.slow
 def test_a_front_end_that_stalls_at_first_tokens():
-    # Every fifth request is alone in the server and its first token is stamped 0.2 s late; the engine's own times are right.
+    # Every fifth request is alone in the server and its first token is stamped 0.2 s late; the engine's own times are
+    # right.
     run = synth(SynthOptions(requests=100, rate_per_s=0.05, seed=7))
     requests = in_unix(stock_requests(run)).with_row_index()
-    late_us = (
-        pl.when(pl.col("index") % 5 == 0).then(pl.min_horizontal(2e5, pl.col("decode_us") / 2)).otherwise(0.0)
-    )
+    late_us = pl.when(pl.col("index") % 5 == 0).then(pl.min_horizontal(2e5, pl.col("decode_us") / 2)).otherwise(0.0)
     late = requests.with_columns(pl.col("ttft_us") + late_us).drop("index")
     placed = place_on_log(late, log_clock(logged(run)), LIMITS)
     assert placed is not None
@@ -145,9 +144,7 @@ def held_up(requests, every_us, longest_us, seed):
     def late(name):
         at_us = arrival_us + requests[name].to_numpy()
         until_us = end_us[np.maximum(np.searchsorted(begin_us, at_us, side="right") - 1, 0)]
-        return pl.Series(
-            name, np.where(at_us >= begin_us[0], np.maximum(at_us, until_us), at_us) - arrival_us
-        )
+        return pl.Series(name, np.where(at_us >= begin_us[0], np.maximum(at_us, until_us), at_us) - arrival_us)
 
     return requests.with_columns(late("ttft_us"), late("e2e_us"))
 

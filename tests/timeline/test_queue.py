@@ -59,9 +59,7 @@ def test_a_request_finished_in_the_step_before_is_gone(engine_tables, story):
 def test_a_request_aborted_in_its_prompt_frees_its_blocks(engine_tables, story):
     """100 of 900 tokens computed hold 7 blocks, not 57."""
     story.served("a", 1, 9, prompt=10)
-    story.request(
-        "b", ("QUEUED", 1), ("SCHEDULED", 2), ("FINISHED", 2, {"finish_status": "aborted"}), prompt=900
-    )
+    story.request("b", ("QUEUED", 1), ("SCHEDULED", 2), ("FINISHED", 2, {"finish_status": "aborted"}), prompt=900)
     story.request("c", ("QUEUED", 2), ("SCHEDULED", 4), ("FINISHED", 4, {"done": 1}), prompt=10)
     table = engine_tables((story,))
     assert table.rows("kv_blocks_used", "kv_blocks_freed", max_num_batched_tokens=101)[2] == (1 + 7, 7)
@@ -136,9 +134,7 @@ def test_free_blocks_are_null_where_the_total_is_unknown(engine_tables, story):
 
 
 def test_blocks_of_another_size(engine_tables, story):
-    assert (
-        engine_tables((story.served("a", 1, 3, prompt=100),)).queue(block_size=32)["a"]["block_demand"] == 4
-    )
+    assert engine_tables((story.served("a", 1, 3, prompt=100),)).queue(block_size=32)["a"]["block_demand"] == 4
 
 
 def test_engines_have_separate_queues(engine_tables, new_story):
@@ -151,7 +147,8 @@ def test_engines_have_separate_queues(engine_tables, new_story):
 
 
 def test_with_scheduling_ahead_the_last_step_is_still_under_way(engine_tables, new_story):
-    """QUEUED after schedule() of step 40: the outputs of 39 are in, those of 40 are not; who ends with 40 still runs."""
+    """QUEUED after schedule() of step 40: the outputs of 39 are in, those of 40 are not; who ends with 40 still
+    runs."""
     story = new_story(lag=1)
     for number in range(24):
         story.served(f"r{number}", 1 + 4 * number, 4 + 4 * number, prompt=100, max_tokens=4)

@@ -190,9 +190,7 @@ def test_a_few_steps_of_two_tokens_are_seen():
     """Speculative decoding with 1.1 tokens a step."""
     requests = _requests()
     more = np.random.default_rng(5).binomial(requests["output_tokens"].to_numpy() - 1, 0.1)
-    assert "several tokens a step" in _reason(
-        requests.with_columns(pl.col("output_tokens") + pl.Series(more))
-    )
+    assert "several tokens a step" in _reason(requests.with_columns(pl.col("output_tokens") + pl.Series(more)))
 
 
 @pytest.mark.slow
@@ -252,7 +250,8 @@ def test_fifteen_requests_are_too_few():
 
 
 def _intervals(law, hits=lambda rng, tokens: 0 * tokens):
-    """Return single steps, every other one with a prompt of 20 to 500 tokens, whose time `law` gives from what is computed."""
+    """Return single steps, every other one with a prompt of 20 to 500 tokens, whose time `law` gives from what is
+    computed."""
     rng = np.random.default_rng(6)
     tokens = rng.integers(20, 500, 600) * (np.arange(600) % 2)
     decodes = rng.integers(1, 12, 600)
@@ -311,9 +310,7 @@ def test_hits_show_on_a_noisy_machine_where_longer_prompts_are_faster():
     rows = _intervals(_linear, lambda rng, tokens: 384 * ((tokens > 384) & (rng.random(600) < 0.9)))
     rows = rows.with_columns(y=pl.col("y") * pl.Series(np.exp(0.2 * rng.standard_normal(600))))
     assert longest_whole_prompt(rows) == 256
-    whole = _intervals(_linear).with_columns(
-        y=pl.col("y") * pl.Series(np.exp(0.2 * rng.standard_normal(600)))
-    )
+    whole = _intervals(_linear).with_columns(y=pl.col("y") * pl.Series(np.exp(0.2 * rng.standard_normal(600))))
     assert longest_whole_prompt(whole) is None
 
 
@@ -341,13 +338,9 @@ def test_other_work_on_the_machine_is_no_missing_request():
 def test_a_delayed_front_end_is_one_engine():
     """It stamps the outputs of some steps only just before those of the next one."""
     requests = _requests()
-    stamps = [
-        requests["arrival_ns"] + (1e3 * requests[name]).round().cast(int) for name in ("ttft_us", "e2e_us")
-    ]
+    stamps = [requests["arrival_ns"] + (1e3 * requests[name]).round().cast(int) for name in ("ttft_us", "e2e_us")]
     times = pl.concat(stamps).sort()
-    steps = pl.DataFrame({"at": times, "next": times.shift(-1)}).filter(
-        pl.col("next") - pl.col("at") > 100_000
-    )
+    steps = pl.DataFrame({"at": times, "next": times.shift(-1)}).filter(pl.col("next") - pl.col("at") > 100_000)
     short_ns = 1e3 * (requests["decode_us"] / (requests["output_tokens"] - 1)).quantile(0.05)
     near = steps.filter(pl.col("next") - pl.col("at") < 3 * short_ns).gather_every(12)
     assert near.height > 12

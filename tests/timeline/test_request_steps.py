@@ -1,4 +1,5 @@
-"""Steps counted from the times of requests, on generated runs: every step is known there, and nothing of it is in the requests."""
+"""Steps counted from the times of requests, on generated runs: every step is known there, and nothing of it is in the
+requests."""
 
 from __future__ import annotations
 
@@ -27,9 +28,7 @@ BATCH = ("num_prefill_reqs", "num_decode_reqs", "prefill_tokens", "context_token
 
 @cache
 def _run(rate=12.0, requests=200, seed=1, **more):
-    return synth(
-        SynthOptions(rate_per_s=rate, requests=requests, seed=seed, phases=STEADY, abort_fraction=0.0, **more)
-    )
+    return synth(SynthOptions(rate_per_s=rate, requests=requests, seed=seed, phases=STEADY, abort_fraction=0.0, **more))
 
 
 def _timeline(counted):
@@ -97,7 +96,8 @@ def test_scheduling_a_step_ahead_is_seen(ahead):
 @pytest.mark.mostly_slow(every=2)
 @pytest.mark.parametrize("ahead", [False, True])
 def test_long_requests_that_all_come_at_once_are_counted(ahead):
-    """Chunks of the prompts before take room in the steps of the next ones, and every request overlaps most of the others."""
+    """Chunks of the prompts before take room in the steps of the next ones, and every request overlaps most of the
+    others."""
     lengths = {
         "prompt_tokens": LengthMix(((1.0, 900.0, 0.6),)),
         "output_tokens": LengthMix(((1.0, 500.0, 0.2),), maximum=900),
@@ -159,9 +159,7 @@ def test_steps_at_the_ends_of_a_cut_recording_have_no_time():
 
 
 def test_requests_ahead_are_counted_when_one_is_queued():
-    run = synth(
-        SynthOptions(rate_per_s=30.0, requests=150, seed=2, phases=STEADY, abort_fraction=0.0, max_num_seqs=8)
-    )
+    run = synth(SynthOptions(rate_per_s=30.0, requests=150, seed=2, phases=STEADY, abort_fraction=0.0, max_num_seqs=8))
     limits = EngineLimits(max_num_batched_tokens=2048, max_num_seqs=8)
     counted = count_steps(stock_requests(run), limits)
     events = events_of(counted.requests)

@@ -81,9 +81,7 @@ def test_scheduling_ahead_executes_a_step_later(traces):
     table = yield traces.load(lag=1, noise=0.0)
     starts = table("steps").select("step_id", "ts_start_ns")
     rows = table("requests").filter(pl.col("model_execute_us").is_not_null())
-    begun = rows.join(
-        starts.with_columns(pl.col("step_id") - 1), left_on="first_scheduled_step", right_on="step_id"
-    )
+    begun = rows.join(starts.with_columns(pl.col("step_id") - 1), left_on="first_scheduled_step", right_on="step_id")
     expected = (begun["finished_ns"] - begun["ts_start_ns"]) / 1e3
     assert begun.height > 80
     assert begun["model_execute_us"].to_list() == pytest.approx(expected.to_list())
@@ -98,16 +96,15 @@ def _tokens(trace, shown):
     ]
     trace.api(1, {"ARRIVED": 8_000}).core(1, events)
     _steps(trace, range(1, 6))
-    return trace.steps(
-        *(trace.snapshot(step, 10_000 * step + 200, CORE, num_output_tokens=n) for step, n in shown)
-    )
+    return trace.steps(*(trace.snapshot(step, 10_000 * step + 200, CORE, num_output_tokens=n) for step, n in shown))
 
 
 @pytest.mark.slow
 @together
 def test_the_99th_percentile_is_of_the_times_between_all_tokens(traces):
     table = yield _tokens(traces, [(2, 1), (3, 2), (4, 3)])
-    # Tokens at 19,900 (FIRST_TOKEN), 30,000 and 40,000 (steps that count them), 49,000 (FINISHED): 10,100, 10,000, 9,000.
+    # Tokens at 19,900 (FIRST_TOKEN), 30,000 and 40,000 (steps that count them), 49,000 (FINISHED): 10,100, 10,000,
+    # 9,000.
     assert table("requests")["itl_p99_us"].item() == pytest.approx(10_000 + 0.98 * 100)
 
 

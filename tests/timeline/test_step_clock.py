@@ -52,9 +52,7 @@ def test_cycles_do_not_reach_over_servers(traces):
 
 
 @pytest.mark.mostly_slow(every=4)
-@pytest.mark.parametrize(
-    ("running", "waiting", "idle"), [(0, 0, True), (1, 0, False), (0, 1, False), (3, 2, False)]
-)
+@pytest.mark.parametrize(("running", "waiting", "idle"), [(0, 0, True), (1, 0, False), (0, 1, False), (3, 2, False)])
 @together
 def test_a_step_that_leaves_no_request_ends_in_idle_time(traces, running, waiting, idle):
     first = traces.summary(1, 0, running_depth=running, waiting_depth=waiting)

@@ -1,4 +1,5 @@
-"""The numbers that decide, and the statistics that they are compared with: each has a name, a definition and an origin."""
+"""The numbers that decide, and the statistics that they are compared with: each has a name, a definition and an
+origin."""
 
 import ast
 import re
@@ -19,15 +20,13 @@ SYMBOLS = Path(__file__).parents[2] / "docs/explanation/request-sums.md"
 
 def _documented():
     body = ast.parse(SOURCE).body[1:]
-    return [(a.targets[0].id, b.value.value) for a, b in zip(body[::2], body[1::2], strict=True)]
+    return [(a.targets[0].id, " ".join(b.value.value.split())) for a, b in zip(body[::2], body[1::2], strict=True)]
 
 
 def test_every_threshold_says_what_it_decides_and_where_it_comes_from():
     documented = _documented()
     assert len(documented) > 50
-    wrong = [
-        name for name, text in documented if len(re.findall(rf"(?<=\. )({'|'.join(ORIGINS)})\b", text)) != 1
-    ]
+    wrong = [name for name, text in documented if len(re.findall(rf"(?<=\. )({'|'.join(ORIGINS)})\b", text)) != 1]
     assert wrong == []
 
 
@@ -37,7 +36,8 @@ def test_every_threshold_decides_something():
 
 
 def test_no_other_module_of_the_room_has_thresholds():
-    """A float, or a whole number below a thousand, that stands at the top of a module decides something, or bounds a loop."""
+    """A float, or a whole number below a thousand, that stands at the top of a module decides something, or bounds a
+    loop."""
     bounds = {
         "_COUNT_ROUNDS",
         "_MATCH_ROUNDS",
@@ -55,8 +55,7 @@ def test_no_other_module_of_the_room_has_thresholds():
         for node in ast.parse(path.read_text()).body
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
         for target in node.targets
-        if isinstance(node.value.value, float)
-        or (isinstance(node.value.value, int) and node.value.value < 1000)
+        if isinstance(node.value.value, float) or (isinstance(node.value.value, int) and node.value.value < 1000)
     }
     assert {(module, name) for module, name in found if name not in bounds} == set()
 
@@ -76,9 +75,7 @@ def _depth(body):
         getattr(node, name)
         for node in body
         for name in ("body", "orelse", "finalbody")
-        if isinstance(
-            node, ast.If | ast.For | ast.While | ast.With | ast.Try | ast.FunctionDef | ast.ExceptHandler
-        )
+        if isinstance(node, ast.If | ast.For | ast.While | ast.With | ast.Try | ast.FunctionDef | ast.ExceptHandler)
         and getattr(node, name, None)
     ]
     return max((1 + _depth(each) for each in inner), default=0)
@@ -110,7 +107,8 @@ def test_fullness_is_the_share_of_steps_with_about_the_most_requests():
 
 
 def test_noise_is_that_of_short_intervals():
-    """Errors of 0.1 and -0.1 have a median absolute deviation of 0.1; intervals of more than four steps do not count."""
+    """Errors of 0.1 and -0.1 have a median absolute deviation of 0.1; intervals of more than four steps do not
+    count."""
     off = np.r_[np.tile([0.1, -0.1], 20), np.full(50, 5.0)]
     steps = np.r_[np.full(40, 2.0), np.full(50, 9.0)]
     assert step_noise(off, steps) == pytest.approx(1.4826 * 0.1)
@@ -126,7 +124,8 @@ def test_skew_compares_the_two_sides():
 
 
 def test_a_prompt_off_the_line_of_its_neighbours_is_odd():
-    """Times grow by 1 us a token with 1 us of noise: the third is 10 us late, and puts its neighbours 5 us off a line through it."""
+    """Times grow by 1 us a token with 1 us of noise: the third is 10 us late, and puts its neighbours 5 us off a line
+    through it."""
     length = np.array([10.0, 20.0, 30.0, 40.0, 50.0, 60.0, 70.0])
     prompts = SinglePrompts(length, length + np.array([0, 0, 0, 10, 0, 0, 0]), np.full(7, 1.0), 0.0)
     # Off by 5, sd of 1 and two halves: sqrt(1.5), so 4.1 standard deviations.

@@ -1,8 +1,10 @@
-"""vLLM's own scheduler under the plugin, with drawn outputs in place of a model's: `drive_scheduler.py FOLDER`, by an interpreter with vLLM.
+"""vLLM's own scheduler under the plugin, with drawn outputs in place of a model's: `drive_scheduler.py FOLDER`, by an
+interpreter with vLLM.
 
-Each scenario writes `NAME/traces.pb`, what the plugin sends, and `NAME/truth.json`, what a worker of these steps and a client of
-these requests would count: it is taken from neither the plugin nor the scheduler's state, except for the queue's depths. The plugin
-wraps vLLM's two schedulers, and that of a `--scheduler-cls`: Dynamo's where it is installed, else a stand-in with its methods.
+Each scenario writes `NAME/traces.pb`, what the plugin sends, and `NAME/truth.json`, what a worker of these steps and a
+client of these requests would count: it is taken from neither the plugin nor the scheduler's state, except for the
+queue's depths. The plugin wraps vLLM's two schedulers, and that of a `--scheduler-cls`: Dynamo's where it is installed,
+else a stand-in with its methods.
 """
 
 from __future__ import annotations
@@ -239,9 +241,7 @@ def drive(  # noqa: C901, PLR0915 - an engine's loop, as vLLM's is
                     status.setdefault(one.request_id, str(one.finish_reason))
         if drafts and kind == "sync":
             names = [n for n, got in zip(result.req_ids, result.sampled_token_ids, strict=True) if got]
-            engine.update_draft_token_ids(
-                DraftTokenIds(names, [[9] * draw.randint(0, drafts) for _ in names])
-            )
+            engine.update_draft_token_ids(DraftTokenIds(names, [[9] * draw.randint(0, drafts) for _ in names]))
 
     step = 0
     while (len(prompts) < REQUESTS or len(status) < len(prompts)) and step < 20_000:
@@ -258,9 +258,7 @@ def drive(  # noqa: C901, PLR0915 - an engine's loop, as vLLM's is
         if open_ and draw.random() < 0.01:
             gone = draw.choice(open_)
             status[gone] = "abort"
-            engine.finish_requests(
-                draw.choice((gone, [gone], iter([gone, "none"]))), RequestStatus.FINISHED_ABORTED
-            )
+            engine.finish_requests(draw.choice((gone, [gone], iter([gone, "none"]))), RequestStatus.FINISHED_ABORTED)
         if resets and draw.random() < 0.01:
             engine.reset_prefix_cache(reset_running_requests=True)
         counts = {r.request_id: r.num_preemptions for r in engine.requests.values()}
@@ -301,9 +299,7 @@ def main(folder: Path) -> None:
             resource = Resource.create({"service.name": "driven"})
             out = folder / f"{name}-{kind}"
             out.mkdir()
-            (out / "traces.pb").write_bytes(
-                encode_spans([to_otlp(s, resource) for s in made]).SerializeToString()
-            )
+            (out / "traces.pb").write_bytes(encode_spans([to_otlp(s, resource) for s in made]).SerializeToString())
             (out / "truth.json").write_text(json.dumps(truth))
     print(OTHER)  # noqa: T201 - for its caller
 

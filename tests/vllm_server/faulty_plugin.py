@@ -1,7 +1,8 @@
-"""For a server to load: a recording scheduler, and tracefit-vllm with one note that fails, and the longest time in any of them.
+"""For a server to load: a recording scheduler, and tracefit-vllm with one note that fails, and the longest time in any
+of them.
 
-`FAIL_AT` is the step after which the tokens of the next one are not noted: the disk is full. `HOOK_TIME` names a file for the longest
-time.
+`FAIL_AT` is the step after which the tokens of the next one are not noted: the disk is full. `HOOK_TIME` names a file
+for the longest time.
 """
 
 from __future__ import annotations

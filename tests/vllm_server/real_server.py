@@ -73,7 +73,8 @@ def write_model(folder: Path, config: dict = CONFIG) -> Path:
 
 
 def write_logging(folder: Path) -> Path:
-    """Write a logging configuration: the output as it is by default, in whole seconds, and `fine.log` in microseconds."""
+    """Write a logging configuration: the output as it is by default, in whole seconds, and `fine.log` in
+    microseconds."""
     handlers = {
         "output": {"class": "logging.StreamHandler", "formatter": "vllm", "stream": "ext://sys.stdout"},
         "fine": {"class": "logging.FileHandler", "formatter": "fine", "filename": str(folder / "fine.log")},

@@ -1,4 +1,5 @@
-"""The server of compose.yaml starts as it is written there: vLLM's own parser takes its flags, and its classes are where it mounts them."""
+"""The server of compose.yaml starts as it is written there: vLLM's own parser takes its flags, and its classes are
+where it mounts them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""tracefit-vllm in a real server: what it says of each step and request is what the scheduler did and the client got."""
+"""tracefit-vllm in a real server: what it says of each step and request is what the scheduler did and the client
+got."""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Recorded:
-    """Answers that clients got from a server, with the traces it sent and the recorder's steps by data-parallel rank."""
+    """Answers that clients got from a server, with the traces it sent and the recorder's steps by data-parallel
+    rank."""
 
     completions: list[Completion]
     several: list[Completion]
@@ -56,8 +58,8 @@ class Recorded:
     params=[kind if kind == "async" else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS],
 )
 def recorded(request, plugin, tmp_path_factory):
-    """A hundred requests, more at a time than there are slots, in a cache that does not hold them, some with a shared prefix;
-    five clients go away; three requests want several outputs, or have several prompts.
+    """A hundred requests, more at a time than there are slots, in a cache that does not hold them, some with a shared
+    prefix; five clients go away; three requests want several outputs, or have several prompts.
     """
     folder = tmp_path_factory.mktemp("recorded")
     receiver = Process(folder / "traces")

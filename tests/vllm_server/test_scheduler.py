@@ -1,6 +1,8 @@
-"""tracefit-vllm in vLLM's own schedulers and in Dynamo's, feature by feature: what is read of it is what a worker and a client count.
+"""tracefit-vllm in vLLM's own schedulers and in Dynamo's, feature by feature: what is read of it is what a worker and a
+client count.
 
-`DYNAMO` names a folder with the packages ai-dynamo and ai-dynamo-runtime; without it, a stand-in has the methods of its scheduler.
+`DYNAMO` names a folder with the packages ai-dynamo and ai-dynamo-runtime; without it, a stand-in has the methods of its
+scheduler.
 """
 
 from __future__ import annotations
@@ -31,9 +33,7 @@ def driven(tmp_path_factory):
     path = ":".join(filter(None, map(str, (ROOT / "pipeline/tracefit-vllm", ROOT / "tests", dynamo))))
     environment = {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
     command = [os.environ["SERVER_PYTHON"], Path(__file__).with_name("drive_scheduler.py"), folder]
-    done = subprocess.run(
-        command, env={**os.environ, **environment}, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert ("dynamo" in done.stdout) == bool(dynamo)
     return folder

@@ -1,4 +1,5 @@
-"""A vLLM as it is installed: its spans and its log become steps and models, and what is said of them is for its user."""
+"""A vLLM as it is installed: its spans and its log become steps and models, and what is said of them is for its
+user."""
 
 from __future__ import annotations
 
@@ -55,8 +56,7 @@ def recorded(tmp_path_factory):
         try:
             draw = random.Random(0)
             requests = [
-                ([draw.randrange(3, 500) for _ in range(draw.randint(4, 600))], draw.randint(2, 60))
-                for _ in range(100)
+                ([draw.randrange(3, 500) for _ in range(draw.randint(4, 600))], draw.randint(2, 60)) for _ in range(100)
             ]
             completions = server.complete_all(requests[:30], at_once=1)
             completions += server.complete_all(requests[30:50], at_once=2)
@@ -77,15 +77,14 @@ def test_every_request_of_the_client_is_a_row(recorded, tmp_path):
     # Its span names a prompt of a completion: the first of one is -0.
     ids = rows["request_id"].str.strip_suffix("-0")
     found = zip(ids, rows["prompt_tokens"], rows["output_tokens"], strict=True)
-    assert Counter(found) == Counter(
-        (c.request_id, c.prompt_tokens, c.output_tokens) for c in recorded.completions
-    )
+    assert Counter(found) == Counter((c.request_id, c.prompt_tokens, c.output_tokens) for c in recorded.completions)
 
 
 def test_spans_give_models_and_usable_advice(recorded, tracefit, tmp_path):
     code, out, err = tracefit("run", recorded.traces, "--run-config", recorded.log, "--out", tmp_path)
     assert (code, _warnings(err)) == (0, []), err
-    # A machine that stalls, as a busy one does, has steps that no batch explains: then they are refused with the reason.
+    # A machine that stalls, as a busy one does, has steps that no batch explains: then they are refused with the
+    # reason.
     fitted = _models(tmp_path)
     assert fitted[:2] == ["alpha.admission", "alpha.queue_wait"]
     assert fitted[2:] == ["beta.cycle_time"] or "beta.cycle_time was not fitted" in out + err
@@ -126,7 +125,8 @@ def test_with_its_log_they_give_every_step_and_its_contexts(recorded, tracefit, 
 
 
 def _warnings(err):
-    """Return the warnings, without that of a queue: more requests than slots come, and a slow machine takes long for them."""
+    """Return the warnings, without that of a queue: more requests than slots come, and a slow machine takes long for
+    them."""
     return [line for line in err.splitlines() if "warning:" in line and " was overloaded (" not in line]
 
 

@@ -57,9 +57,7 @@ def _register() -> None:
 def _say(error: Exception) -> None:
     """Say that a server is not traced."""
     # The package's own modules may be what fails.
-    logging.getLogger(settings.LOGGER).warning(
-        "tracefit-vllm: no tracing: %s: %s", type(error).__name__, error
-    )
+    logging.getLogger(settings.LOGGER).warning("tracefit-vllm: no tracing: %s: %s", type(error).__name__, error)
 
 
 def Scheduler(vllm_config: Any, *args: Any, **options: Any) -> Any:  # noqa: N802 - in place of a class

@@ -108,9 +108,7 @@ class Sender:
         if self._added - self._sent + weight > MOST_QUEUED_EVENTS:
             self._dropped += weight + span.dropped_events
             return
-        span.context = span.context or _new_context(
-            span
-        )  # once: a collector may have taken what is sent again
+        span.context = span.context or _new_context(span)  # once: a collector may have taken what is sent again
         span.dropped_events += self._dropped
         self._dropped = 0
         self._added += weight

@@ -1,7 +1,8 @@
 """When requests reach the API server and leave it: `--middleware tracefit_vllm.ApiTracing`.
 
 A span of scope `vllm.api` per request, of the server's own tracer, that is the parent of the engine core's. The two are
-joined by the headers that vLLM passes on: a `traceparent`, and the `X-Request-Id`, from which it makes the request's id.
+joined by the headers that vLLM passes on: a `traceparent`, and the `X-Request-Id`, from which it makes the request's
+id.
 """
 
 from __future__ import annotations

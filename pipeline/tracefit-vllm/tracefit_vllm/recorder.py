@@ -26,8 +26,8 @@ _BATCH_WEIGHT = 512
 """Requests in a frame: it is written in one go, and the engine's thread may wait for that."""
 
 _DETACHED = "import os; os.fork() and os._exit(0); from tracefit_vllm.export import main; main()"
-"""No descendant of the server: that kills its own when it ends, before the last spans are sent. With a session of its own:
-Ctrl-C is for the server."""
+"""No descendant of the server: that kills its own when it ends, before the last spans are sent. With a session of its
+own: Ctrl-C is for the server."""
 
 _START_S = 30.0
 _PAUSE_S = 0.05
@@ -38,9 +38,9 @@ SIZE = struct.Struct(">I")
 class Recorder:
     """Takes records on one thread, and passes them on to a process that makes spans of them.
 
-    `put` appends to a queue and returns: it does no I/O, takes no lock and never waits. A second thread writes the records to the
-    process through a pipe, in pieces that hold the interpreter for some 100 us; where the process does not keep up,
-    records that find no room are counted, and the count follows them.
+    `put` appends to a queue and returns: it does no I/O, takes no lock and never waits. A second thread writes the
+    records to the process through a pipe, in pieces that hold the interpreter for some 100 us; where the process does
+    not keep up, records that find no room are counted, and the count follows them.
     """
 
     def __init__(self, header: Header, command: list[str] | None = None) -> None:
@@ -89,7 +89,9 @@ class Recorder:
             self._closing.set()
 
     def close(self) -> None:
-        """Send what is queued, for some seconds at most; the process, which outlives this one, goes on with the rest."""
+        """Send what is queued, for some seconds at most; the process, which outlives this one, goes on with the
+        rest.
+        """
         self._closing.set()
         self._thread.join(_LAST_S)
 

@@ -1,4 +1,5 @@
-"""The records that the engine's thread hands over: tuples of builtin types, which `marshal` writes without a call into Python.
+"""The records that the engine's thread hands over: tuples of builtin types, which `marshal` writes without a call into
+Python.
 
 Times are nanoseconds of CLOCK_MONOTONIC, which all processes of a host share. A step is the count of schedule() calls.
 """
@@ -10,13 +11,17 @@ from typing import NamedTuple, TypeAlias
 QUEUED, STEP, PREEMPTED, OUTPUT, ENDED, LOST = range(6)
 """The first element of each record:
 
-QUEUED: (kind, time, step, request, prompt tokens, most output tokens, its caller's trace id and span id or None, its own or None
+QUEUED: (kind, time, step, request, prompt tokens, most output tokens, its caller's trace id and span id or None, its
+own or None
     where its journey is not traced)
-STEP: (kind, step, start, end, running, waiting, free blocks or None, requests that come in as (request, computed tokens,
-    blocks of each cache group), the other requests, their computed tokens, their new blocks, tokens by request, requests
-    with drafts). The computed tokens are those before the step; drafts of steps whose output has not come count as right.
+STEP: (kind, step, start, end, running, waiting, free blocks or None, requests that come in as (request, computed
+tokens,
+    blocks of each cache group), the other requests, their computed tokens, their new blocks, tokens by request,
+    requests with drafts). The computed tokens are those before the step; drafts of steps whose output has not come
+    count as right.
 PREEMPTED: (kind, time, step, request)
-OUTPUT: (kind, time, step, (request, new tokens) of all, (request, status) of those that end, (request, wrong drafts) of those
+OUTPUT: (kind, time, step, (request, new tokens) of all, (request, status) of those that end, (request, wrong drafts) of
+those
     with drafts)
 ENDED: (kind, time, step, requests, status)
 LOST: (kind, records that found no room)

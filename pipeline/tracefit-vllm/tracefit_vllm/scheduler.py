@@ -154,7 +154,9 @@ class Tracing:
 
     @staticmethod
     def wrong_drafts(scheduler_output: Any, model_output: Any) -> list[tuple[str, int]]:
-        """Return how many drafts of each request with some were wrong; before the update, which cuts what passes a limit."""
+        """Return how many drafts of each request with some were wrong; before the update, which cuts what passes a
+        limit.
+        """
         wrong = []
         if drafts := scheduler_output.scheduled_spec_decode_tokens:
             index, sampled = model_output.req_id_to_index, model_output.sampled_token_ids

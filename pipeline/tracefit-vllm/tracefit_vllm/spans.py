@@ -132,8 +132,9 @@ class SpanBuilder:
     After records are lost, earlier requests are no longer followed: their journeys end unfinished, and a step in which
     one of them has tokens gets no summary. The next span counts both as dropped events.
 
-    If a step is scheduled before the output of the last one has come, and the last one has drafts, the scheduler counts all
-    drafts as right. Once the output says how many were wrong, the step's contexts are corrected; if it never does, they are left out.
+    If a step is scheduled before the output of the last one has come, and the last one has drafts, the scheduler counts
+    all drafts as right. Once the output says how many were wrong, the step's contexts are corrected; if it never does,
+    they are left out.
     """
 
     def __init__(self, header: Header, *, seed: int | None = None) -> None:
@@ -247,9 +248,7 @@ class SpanBuilder:
             if request.events:
                 yield self._journey(name, request)
 
-    def _event(
-        self, request: _Request, name: str, time_ns: int, step: int, *, phase: str = "", **more: str
-    ) -> None:
+    def _event(self, request: _Request, name: str, time_ns: int, step: int, *, phase: str = "", **more: str) -> None:
         if request.events is None:
             return
         attributes: Attributes = {
@@ -351,9 +350,7 @@ class SpanBuilder:
                 events = [Event("step.BATCH_SUMMARY", at, times | summary | counts | self._usage(free))]
                 # tracefit reads a request's prefix-cache hits from a snapshot: its first step with some always has one.
                 shown = [
-                    name
-                    for name, request in self._running.items()
-                    if is_rich or (name in comes_in and request.cached)
+                    name for name, request in self._running.items() if is_rich or (name in comes_in and request.cached)
                 ]
                 events += [self._snapshot(step, at, name, self._running[name]) for name in shown]
                 yield from self._add(step, start_ns, events)

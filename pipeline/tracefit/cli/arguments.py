@@ -18,7 +18,9 @@ from tracefit.options import OptionFlag, ServerOptions, from_flags, named, optio
 
 
 def _folders(context: typer.Context) -> list[str]:
-    """Return the existing paths on the command line so far: a completion's arguments are not yet bound to parameters."""
+    """Return the existing paths on the command line so far: a completion's arguments are not yet bound to
+    parameters.
+    """
     texts = [*context.args, *(str(v) for v in context.params.values() if isinstance(v, str | Path))]
     return [text for text in texts if Path(text).exists()]
 
@@ -32,9 +34,7 @@ def _deployment_ids(context: typer.Context, incomplete: str) -> list[str]:
 def _run_ids(context: typer.Context, incomplete: str) -> list[str]:
     from tracefit.commands.locate import scan
 
-    return _names_in(
-        context, incomplete, lambda folder: scan(folder, "runs").select("run_id").collect()["run_id"]
-    )
+    return _names_in(context, incomplete, lambda folder: scan(folder, "runs").select("run_id").collect()["run_id"])
 
 
 def _names_in(context: typer.Context, incomplete: str, names: Callable[[str], Iterable[str]]) -> list[str]:
@@ -79,7 +79,8 @@ _ARGUMENT_TYPES: Mapping[Any, Any] = {
     Mapping[str, Iterable[str]] | None: list[str] | None,
     float | Mapping[str, float] | None: list[str] | None,
 }
-"""Type of an option in Python to its type on the command line. A path may be a URL: `Path` would join its two slashes."""
+"""Type of an option in Python to its type on the command line. A path may be a URL: `Path` would join its two
+slashes."""
 
 
 def parameters_of(declared: type) -> Iterator[inspect.Parameter]:
@@ -95,9 +96,7 @@ def parameter_of(name: str, kind: Any, default: Any) -> inspect.Parameter:
     flag = next((m for m in getattr(kind, "__metadata__", ()) if isinstance(m, OptionFlag)), None)
     if flag is not None:
         plain = kind.__origin__
-        make = (
-            typer.Argument if flag.positional else partial(typer.Option, flag.spelled(flag.argument or name))
-        )
+        make = typer.Argument if flag.positional else partial(typer.Option, flag.spelled(flag.argument or name))
         text = None if flag.kind or flag.positional else _ARGUMENT_TYPES.get(plain)
         declared = make(
             help=flag.help,
@@ -120,10 +119,12 @@ def server_options(options: Mapping[str, Any], *, model: str | None = None) -> S
 
     settings = parse_assignments(options["settings"] or [])
     settings = {"model": model, **settings} if model else settings
-    # A misspelt setting is refused by `parse_assignments`; one of a newer vLLM, which is not in the list yet, has to pass.
+    # A misspelt setting is refused by `parse_assignments`; one of a newer vLLM, which is not in the list yet, has to
+    # pass.
     for key in settings:
         if canonical_name(key) not in SETTING_NAMES:
             warn(
-                f"{named(ServerOptions, 'settings')} {key}: unknown setting; it is recorded and distinguishes deployments, but no model uses it"
+                f"{named(ServerOptions, 'settings')} {key}: unknown setting; it is recorded and distinguishes "
+                "deployments, but no model uses it"
             )
     return from_flags(ServerOptions, {**options, "settings": None}, settings=settings)

@@ -137,8 +137,8 @@ def run(
 def inspect(terminal: Terminal, paths: InspectedArgument, **options: Any) -> tuple[object, str]:
     """Describe traces and the models that they can train.
 
-    Shows formats, services, sampling, events and how complete the journeys are; fits and writes nothing. The exit code is 1
-    if no model can be trained.
+    Shows formats, services, sampling, events and how complete the journeys are; fits and writes nothing. The exit code
+    is 1 if no model can be trained.
 
     Example: `tracefit inspect runs/`
     """
@@ -279,15 +279,14 @@ def compare(
 ) -> tuple[object, str]:
     """Compare two coefficient files, or check one on new measurements.
 
-    Points of a benchmark stand beside the predictions of their loads; some that are not compared exit with 3. A drift check exits with 0 if the file is still good, and with 1 if it has drifted or the new traces cannot tell.
+    Points of a benchmark stand beside the predictions of their loads; some that are not compared exit with 3. A drift
+    check exits with 0 if the file is still good, and with 1 if it has drifted or the new traces cannot tell.
 
     Example: `tracefit compare models/ new-tables/`
     """
     from tracefit.reports.terminal_results import compare_text
 
-    result = tracefit.compare(
-        first, second, deployment=deployment, run=run, tolerance=from_flags(Tolerance, options)
-    )
+    result = tracefit.compare(first, second, deployment=deployment, run=run, tolerance=from_flags(Tolerance, options))
     return result, compare_text(result)
 
 
@@ -318,8 +317,8 @@ def replay(
 ) -> tuple[object, str]:
     """Replay the held-out part of runs with their models.
 
-    The models give the queue, the batches and the steps. Requests have their measured arrivals and lengths; those in flight at
-    the beginning have their measured past. Shows times, throughput and the queue next to the measured ones.
+    The models give the queue, the batches and the steps. Requests have their measured arrivals and lengths; those in
+    flight at the beginning have their measured past. Shows times, throughput and the queue next to the measured ones.
 
     Example: `tracefit replay out/`
     """
@@ -348,10 +347,11 @@ def plan(
 ) -> tuple[object, str]:
     """Plan servers for a load and its objectives.
 
-    Finds the fewest servers for --rate, or the largest rate of --servers, by replaying requests like the traced ones. Shows
-    latencies against the rate, with intervals, and says if an answer rests on steps unlike those in training. Several kinds of server for
-    one rate are in one table, the cheapest first; --try computes servers that were never traced. A file of requests with their times
-    (--arrivals) gives servers hour by hour, the fewest for all of it, and those of a scaler.
+    Finds the fewest servers for --rate, or the largest rate of --servers, by replaying requests like the traced ones.
+    Shows latencies against the rate, with intervals, and says if an answer rests on steps unlike those in training.
+    Several kinds of server for one rate are in one table, the cheapest first; --try computes servers that were never
+    traced. A file of requests with their times (--arrivals) gives servers hour by hour, the fewest for all of it, and
+    those of a scaler.
 
     Example: `tracefit plan out/ --rate 40 --slo ttft_p99=500 --slo itl_p99=50`
     """
@@ -394,9 +394,10 @@ def transfer(
 ) -> tuple[object, str]:
     """Predict a server that was never traced, from others.
 
-    Fits a law in time at rated speed to the steps of the sources, measures it on servers left out of them, and writes models, evaluation and
-    report of the new server. Without sources the law is the package's own, of public points, for the time between tokens. A few minutes of the
-    new server's traces, or ten points of a benchmark of it, draw the law to it.
+    Fits a law in time at rated speed to the steps of the sources, measures it on servers left out of them, and writes
+    models, evaluation and report of the new server. Without sources the law is the package's own, of public points, for
+    the time between tokens. A few minutes of the new server's traces, or ten points of a benchmark of it, draw the law
+    to it.
 
     Example: `tracefit transfer out/ --model-config config.json --gpu B300 --tp 2 --out new/`
     """
@@ -459,7 +460,8 @@ def predict(
 ) -> tuple[object, str]:
     """Predict steps and requests from coefficient files.
 
-    Describe a step, such as `--batch 32 --context 1500 --prefill 512`, or a request, such as `--prompt 800 --output 250 --queue 12`.
+    Describe a step, such as `--batch 32 --context 1500 --prefill 512`, or a request, such as `--prompt 800 --output 250
+    --queue 12`.
 
     Example: `tracefit predict models/ --deployment codellama-34b --batch 32`
     """
@@ -514,7 +516,9 @@ def _check_description(
     *,
     has_rows: bool,
 ) -> None:
-    """Refuse options that the prediction would ignore: those of a request without its prompt, those of a step with one."""
+    """Refuse options that the prediction would ignore: those of a request without its prompt, those of a step with
+    one.
+    """
     everything, steps, requests = (
         [named(declared) for declared, value in options.items() if value]
         for options in ({**described, **of_request, **of_step}, of_step, of_request)
@@ -531,9 +535,7 @@ def _check_description(
         raise UsageError(f"{requests[0]} describes a request", hint=f"give its {prompt} too")
     if described[PromptOption] is not None and steps:
         raise UsageError(f"{steps[0]} describes a step, {prompt} a request", hint="leave one of them out")
-    if not any(
-        (described[PromptOption], described[BatchOption], of_step[PrefillOption], described[FeaturesOption])
-    ):
+    if not any((described[PromptOption], described[BatchOption], of_step[PrefillOption], described[FeaturesOption])):
         raise UsageError(
             "nothing to predict",
             hint=f"describe a step ({batch}, {prefill}) or a request ({prompt}, {named(OutputOption)})",
@@ -553,7 +555,8 @@ def export(
 ) -> tuple[object, str]:
     """Write coefficients in the form that a consumer loads.
 
-    Refits them in the consumer's form and prints its held-out error. Refuses a model that cannot be converted, with the reason (exit code 1).
+    Refits them in the consumer's form and prints its held-out error. Refuses a model that cannot be converted, with the
+    reason (exit code 1).
 
     Example: `tracefit export out/ --to blis --deployment codellama-34b --out blis/`
     """

@@ -55,10 +55,7 @@ class Commands(TyperGroup):
 
     def owners(self, running: str | None) -> dict[str, str]:
         """Return the flags that a command lacks, each with the first command that has it."""
-        flags = {
-            name: {f"--{flag(o)}" for o in _options(one)}
-            for name, one in (("", self), *self.commands.items())
-        }
+        flags = {name: {f"--{flag(o)}" for o in _options(one)} for name, one in (("", self), *self.commands.items())}
         here = flags[""] | flags.get(running or "", set())
         return {text: name for name in reversed(flags) for text in flags[name] - here}
 
@@ -117,9 +114,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _defaults(document: dict[str, Any], commands: Commands, where: str) -> dict[str, dict[str, Any]]:
     """Sort the file's keys by command: a key at the top goes to every command with that option."""
-    options = {
-        name: {flag(o): o for o in _options(c) if _settable(o)} for name, c in commands.commands.items()
-    }
+    options = {name: {flag(o): o for o in _options(c) if _settable(o)} for name, c in commands.commands.items()}
     shared = {k: v for k, v in document.items() if not (k in options and isinstance(v, dict))}
     _require_known(shared, {f for known in options.values() for f in known} | set(options), where)
     defaults = {}
@@ -152,8 +147,7 @@ def unknown_variables(commands: Commands) -> list[str]:
     """Name the `TRACEFIT_` variables that are set but belong to no option."""
     known = commands.variables()
     return [
-        f"{name} is set, but there is no such option"
-        + (f"; {hint}" if (hint := did_you_mean(name, known)) else "")
+        f"{name} is set, but there is no such option" + (f"; {hint}" if (hint := did_you_mean(name, known)) else "")
         for name in sorted(os.environ)
         # The plugin of vLLM has other variables.
         if name.startswith(PREFIX) and not name.startswith(f"{PREFIX}VLLM") and name not in known
@@ -163,13 +157,13 @@ def unknown_variables(commands: Commands) -> list[str]:
 _HELP = """From vLLM OpenTelemetry traces to latency coefficients you can trust.
 
 Every option can also be set by an environment variable (`TRACEFIT_BETA_TARGET` for `--beta-target`) or in the TOML file
-of `--config` (`beta-target = "clock"`, at the top for every command or below `[run]` for one). A flag takes precedence over
-the environment, and the environment over the file.
+of `--config` (`beta-target = "clock"`, at the top for every command or below `[run]` for one). A flag takes precedence
+over the environment, and the environment over the file.
 
 Exit codes: 0 done; 1 the data cannot support the result; 2 wrong usage, or the result could not be written to standard
-output; 3 done, but some data are missing or were left out (unreadable records, implausible values, events that the server's
-SDK dropped, duplicate spans, requests that the receiver refused); 4 a defect of tracefit itself, in one line to report;
-130 interrupted; 141 the reader of standard output is gone.
+output; 3 done, but some data are missing or were left out (unreadable records, implausible values, events that the
+server's SDK dropped, duplicate spans, requests that the receiver refused); 4 a defect of tracefit itself, in one line
+to report; 130 interrupted; 141 the reader of standard output is gone.
 """
 
 app = typer.Typer(
@@ -230,8 +224,8 @@ _Command = TypeVar("_Command", bound=Callable[..., tuple[object, str]])
 def command(task: str, *declared: type, is_quiet: bool = True) -> Callable[[_Command], _Command]:
     """Make a function a command, with the options of some classes before its keyword-only ones.
 
-    The function gets the terminal, its arguments and, as `**options`, the values of the classes. It returns a result, and its text for
-    a terminal.
+    The function gets the terminal, its arguments and, as `**options`, the values of the classes. It returns a result,
+    and its text for a terminal.
 
     Args:
         task: The command and its input, with arguments in braces: for the line of an unexpected error.
@@ -244,9 +238,7 @@ def command(task: str, *declared: type, is_quiet: bool = True) -> Callable[[_Com
         _, *arguments = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
         last = [p for p in arguments if p.kind is p.KEYWORD_ONLY]
 
-        def call(
-            *, json: bool, quiet: bool = False, config: object, log_level: object, **values: Any
-        ) -> None:
+        def call(*, json: bool, quiet: bool = False, config: object, log_level: object, **values: Any) -> None:
             with console.command(task.format_map(values), quiet=quiet) as terminal:
                 # The libraries of a command take a second or two to import.
                 terminal.stage("starting")

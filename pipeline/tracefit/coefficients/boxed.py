@@ -1,4 +1,5 @@
-"""The law that the package carries: coefficients from public points of servers, and its errors on servers that were left out.
+"""The law that the package carries: coefficients from public points of servers, and its errors on servers that were
+left out.
 
 The file beside this module is written by `make law` from public points, which are not in it.
 """
@@ -117,14 +118,13 @@ class BoxedLaw(Strict):
         return Law(terms, tuple(values[t.feature.name] for t in terms))
 
     def kind_for(self, target: RunContext) -> TransferKind:
-        """Return what of a server none of the law's servers has: the tensor parallelism, or a setting, where one has its model on its GPU.
+        """Return what of a server none of the law's servers has: the tensor parallelism, or a setting, where one has
+        its model on its GPU.
 
         Where some have the model and others the GPU, it is the one of the two that is known less well.
         """
         facts, gpu = _facts_of(target), target.gpu.name if target.gpu else None
-        of_model = [
-            n for n, one in enumerate(self.models) if facts == {k: v for k, v in one.items() if k != "model"}
-        ]
+        of_model = [n for n, one in enumerate(self.models) if facts == {k: v for k, v in one.items() if k != "model"}]
         gpus_of_model = {one.gpu for one in self.servers if one.model in of_model}
         if gpu in gpus_of_model:
             return "tensor_parallel"

@@ -65,9 +65,7 @@ def prediction_diffs(first: Model, second: Model) -> tuple[list[PredictionDiff],
 
 
 def _line(model: Model, form: LinearForm) -> LinearModel:
-    return LinearModel(
-        name=model.name, intercept=form.intercept, terms=form.terms, definitions=model.definitions
-    )
+    return LinearModel(name=model.name, intercept=form.intercept, terms=form.terms, definitions=model.definitions)
 
 
 def _prediction_diff(name: str, first: LinearModel, second: LinearModel) -> PredictionDiff | str:

@@ -1,8 +1,8 @@
 """The published files, as pydantic models: coefficient files (alpha.json, beta.json) and the evaluation.
 
-A coefficient file holds one model (`models.schema`) per name and deployment. Models and results of the fit (`fit.results`) are
-published as they are; the classes here compose them and add values that only the files have. The rules of the files (no unknown
-keys, finite numbers) hold for all of them.
+A coefficient file holds one model (`models.schema`) per name and deployment. Models and results of the fit
+(`fit.results`) are published as they are; the classes here compose them and add values that only the files have. The
+rules of the files (no unknown keys, finite numbers) hold for all of them.
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ class Criterion(Strict):
     Attributes:
         yes: Value from which on the use is allowed.
         with_limits: Value from which on it is allowed with limits.
-        machine_pct: If the value is worse than `yes` and the machine's own noise explains it, that noise in percent; else null. No
-            recording on this machine gives a better value.
+        machine_pct: If the value is worse than `yes` and the machine's own noise explains it, that noise in percent;
+            else null. No recording on this machine gives a better value.
     """
 
     measure: str
@@ -116,7 +116,8 @@ class LoadStretch(Strict):
         requests: Number of requests.
         prompt_tokens: Mean prompt.
         output_tokens: Mean output.
-        seeds: Seed of each round: two calls with the same one send the same prompts, which are then in the prefix cache.
+        seeds: Seed of each round: two calls with the same one send the same prompts, which are then in the prefix
+            cache.
         reason: The purpose of it.
     """
 
@@ -279,8 +280,7 @@ class Evaluation(Strict):
     def first_reasons(self) -> dict[str, dict[str, str]]:
         """Deployment id to use to the first of the reasons that decide its verdict."""
         return {
-            s.deployment_id: {use: next(iter(v.reasons), "") for use, v in s.verdicts.items()}
-            for s in self.deployments
+            s.deployment_id: {use: next(iter(v.reasons), "") for use, v in s.verdicts.items()} for s in self.deployments
         }
 
 

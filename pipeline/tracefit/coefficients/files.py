@@ -158,7 +158,10 @@ def _check_version(plain: dict[str, Any], kind: type[BaseModel], where: str) -> 
         raise UsageError(f"schema: is {what}, not {fields['schema_'].default}", where=where, hint=hint)
     if type(version) is not int or version not in VERSIONS:
         raise UsageError(
-            f"version: {str(version)[:MAX_KEY_CHARS]!r} is not {' or '.join(map(str, VERSIONS))}, which this tracefit reads",
+            (
+                f"version: {str(version)[:MAX_KEY_CHARS]!r} is not {' or '.join(map(str, VERSIONS))}, which this "
+                "tracefit reads"
+            ),
             where=where,
             hint=f"use the tracefit that wrote it; {hint}",
         )

@@ -94,7 +94,8 @@ class Models:
 
     @property
     def coefficients(self) -> pl.DataFrame:
-        """All numbers of all models, one per row, with unit, 95 % interval, training range and formula. Null means that a number has no such value.
+        """All numbers of all models, one per row, with unit, 95 % interval, training range and formula. Null means that
+        a number has no such value.
 
         Examples:
             >>> import tracefit

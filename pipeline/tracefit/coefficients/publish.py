@@ -84,9 +84,7 @@ def coefficient_files(
         )
         for deployment_id, fitted in by_id.items()
     }
-    facts = {
-        deployment_id: _facts(fitted, described[deployment_id]) for deployment_id, fitted in by_id.items()
-    }
+    facts = {deployment_id: _facts(fitted, described[deployment_id]) for deployment_id, fitted in by_id.items()}
 
     def file(kind: documents.FileKind) -> documents.CoefficientFile:
         fitted = [(i, m) for i, each in by_id.items() for m in each.models if m.name.startswith(f"{kind}.")]

@@ -1,8 +1,9 @@
-"""The recording that could make every verdict a yes: a few stretches of steady load, and the shell commands that send them.
+"""The recording that could make every verdict a yes: a few stretches of steady load, and the shell commands that send
+them.
 
-The held-out last 30 % of a run is nearly its last round, so that training has every load too. Rates are shares of what a server can
-serve, or of what it was measured to carry. The stretch of long prompts has a rate of its own, at which the server computes half as many
-tokens a second as it carried.
+The held-out last 30 % of a run is nearly its last round, so that training has every load too. Rates are shares of what
+a server can serve, or of what it was measured to carry. The stretch of long prompts has a rate of its own, at which the
+server computes half as many tokens a second as it carried.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ if TYPE_CHECKING:
 _SWEEP_ROUNDS = 3
 _LIGHT_S, _MODERATE_S, _HEAVY_S, _LONG_S = 60.0, 40.0, 60.0, 45.0
 _MODERATE, _HEAVY = 0.4, 0.8
-"""Shares of the rate that a server can serve. Nearer to it, latencies follow small changes of the machine's speed by a multiple; the
-stretch beyond it has full batches."""
+"""Shares of the rate that a server can serve. Nearer to it, latencies follow small changes of the machine's speed by a
+multiple; the stretch beyond it has full batches."""
 _OF_CARRIED = (0.5, 1.0)
 """Shares of the rate that was carried, where the capacity is not known."""
 _LIGHT_REQUESTS = 0.7
@@ -173,9 +174,7 @@ def _lengths(load: RecordedLoad | None, settings: ServerSettings) -> _Lengths:
         prompt, output = load.prompt_tokens, load.output_tokens
         spreads = (load.prompt_spread, load.output_spread)
     known = _Lengths(max(round(prompt), 1), round(spreads[0], 1), max(round(output), 1), round(spreads[1], 1))
-    longest = (
-        _most(known.prompt, known.prompt_spread) + _most(known.output, known.output_spread) + _TOKENS_LEFT
-    )
+    longest = _most(known.prompt, known.prompt_spread) + _most(known.output, known.output_spread) + _TOKENS_LEFT
     if settings.max_model_len is None or longest <= settings.max_model_len:
         return known
     scale = settings.max_model_len / longest
@@ -187,13 +186,13 @@ def _most(mean: int, spread: float) -> int:
 
 
 def _long(deployment: DeploymentEvaluation, lengths: _Lengths, settings: ServerSettings) -> _Load | None:
-    """Return prompts that fill a step, at a rate that a server carries; null where prompts as recorded are long enough."""
+    """Return prompts that fill a step, at a rate that a server carries; null where prompts as recorded are long
+    enough.
+    """
     budget = settings.max_num_batched_tokens or _UNKNOWN_BUDGET
     if _most(lengths.prompt, lengths.prompt_spread) >= _LONG_SHARE * budget:
         return None
-    room = (
-        (settings.max_model_len or 2 * budget) - _most(lengths.output, lengths.output_spread) - _TOKENS_LEFT
-    )
+    room = (settings.max_model_len or 2 * budget) - _most(lengths.output, lengths.output_spread) - _TOKENS_LEFT
     prompt = int(min(budget, room) / (1 + _SPREAD))
     if prompt <= lengths.prompt:
         return None
@@ -202,10 +201,11 @@ def _long(deployment: DeploymentEvaluation, lengths: _Lengths, settings: ServerS
     # An output token takes at least the time of a prompt token, which shares a step with many others.
     carries = _LONG_RATE * _served_per_s(deployment) * tokens / (prompt + lengths.output)
     requests = min(max(_LONG_S * carries, _FEWEST_RECORDED), max(_MOST_LONG_S * carries, _FEWEST_LONG))
-    reason = f"prompts of up to {count(_most(prompt, _SPREAD))} tokens, which fill a step, at half of the tokens a second of {_served_text(deployment)}"
-    return _Load(
-        "long prompts", carries, requests, lengths._replace(prompt=prompt, prompt_spread=_SPREAD), reason
+    reason = (
+        f"prompts of up to {count(_most(prompt, _SPREAD))} tokens, which fill a step, at half of the tokens a "
+        f"second of {_served_text(deployment)}"
     )
+    return _Load("long prompts", carries, requests, lengths._replace(prompt=prompt, prompt_spread=_SPREAD), reason)
 
 
 def _slots(settings: ServerSettings, lengths: _Lengths) -> float:
@@ -227,7 +227,8 @@ def _command(stretches: tuple[LoadStretch, ...], model: str | None) -> Iterator[
     for number_of, one in enumerate(stretches, 1):
         yield f"  # {one.name}, {one.seconds:.0f} s: {one.reason}"
         yield (
-            f'  vllm bench serve --base-url "$BASE_URL" --model {name or chr(34) + "$MODEL" + chr(34)} --dataset-name random '
+            f'  vllm bench serve --base-url "$BASE_URL" --model {name or chr(34) + "$MODEL" + chr(34)} '
+            "--dataset-name random "
             f"--seed ${{round}}{number_of} --request-rate {one.requests_per_s:g} --num-prompts {one.requests} "
             f"--random-input-len {one.prompt_tokens} --random-output-len {one.output_tokens} "
             f"--random-range-ratio {_ratio(one)} --ignore-eos"

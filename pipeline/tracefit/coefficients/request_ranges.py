@@ -67,9 +67,7 @@ def workload_of(requests: pl.DataFrame, steps: pl.DataFrame) -> Workload | None:
 
 def _prompt_steps(steps: pl.DataFrame) -> tuple[PromptSteps, ...]:
     """Sum up the steps that compute prompts, in groups of equal size; empty if there are too few."""
-    prefills = steps.filter(pl.col("prefill_tokens") > 0, pl.col("num_prefill_reqs") > 0).sort(
-        "prefill_tokens"
-    )
+    prefills = steps.filter(pl.col("prefill_tokens") > 0, pl.col("num_prefill_reqs") > 0).sort("prefill_tokens")
     if prefills.height < _PROMPT_STEP_GROUPS:
         return ()
     groups = (
@@ -119,9 +117,7 @@ def described_requests(
     )
     if queue is not None:
         # The step before shows no request of a simultaneous burst: only journeys say which one is ahead.
-        exact = queue.rename({"request_id": "core_request_id"}).select(
-            *REQUEST, "waiting_ahead", "running_reqs"
-        )
+        exact = queue.rename({"request_id": "core_request_id"}).select(*REQUEST, "waiting_ahead", "running_reqs")
         rows = rows.join(exact, on=REQUEST, how="left").with_columns(
             waiting_depth=pl.coalesce("waiting_ahead", "waiting_depth"),
             running_after=pl.coalesce("running_reqs", "running_after"),
@@ -150,11 +146,7 @@ def input_ranges(described: pl.DataFrame, steps: pl.DataFrame) -> dict[str, dict
         described: See `described_requests`; without rows if journeys are not traced.
         steps: Columns of the `timeline` table, only those of the training part.
     """
-    columns = {
-        name: column
-        for column, name in STEP_VALUES.items()
-        if name in STEP_INPUTS and column in steps.columns
-    }
+    columns = {name: column for column, name in STEP_VALUES.items() if name in STEP_INPUTS and column in steps.columns}
     decodes = pl.col("num_decode_reqs") > 0
     batches = steps.select(
         *(pl.col(column).cast(pl.Float64).alias(name) for name, column in columns.items()),
@@ -167,9 +159,7 @@ def input_ranges(described: pl.DataFrame, steps: pl.DataFrame) -> dict[str, dict
 def _ends(rows: pl.DataFrame) -> dict[str, tuple[float, float]]:
     ends = {column.name: (column.min(), column.max()) for column in rows.get_columns()}
     return {
-        name: (low, high)
-        for name, (low, high) in ends.items()
-        if isinstance(low, float) and isinstance(high, float)
+        name: (low, high) for name, (low, high) in ends.items() if isinstance(low, float) and isinstance(high, float)
     }
 
 
@@ -183,9 +173,7 @@ def predicted_requests(models: DeploymentModels, described: pl.DataFrame) -> pl.
     return described.hstack(composed_requests(models, given).select(columns))
 
 
-def request_ranges(
-    deployment_id: str, predicted: pl.DataFrame, *, reference: bool
-) -> tuple[RequestRange, ...]:
+def request_ranges(deployment_id: str, predicted: pl.DataFrame, *, reference: bool) -> tuple[RequestRange, ...]:
     """Measure the range of predictions on the training part, and check it on later requests.
 
     Args:
@@ -197,9 +185,7 @@ def request_ranges(
     return tuple(one for one in ranges if one is not None)
 
 
-def _range(
-    deployment_id: str, latency: Composed, rows: pl.DataFrame, *, reference: bool
-) -> RequestRange | None:
+def _range(deployment_id: str, latency: Composed, rows: pl.DataFrame, *, reference: bool) -> RequestRange | None:
     measured, predicted = pl.col(f"measured_{latency}_us"), pl.col(f"{latency}_us")
     requests = rows.filter((measured > 0) & (predicted > 0)).select(
         *_ON_ARRIVAL, "split", "out_of_range", y=measured.cast(pl.Float64), predicted=predicted
@@ -237,7 +223,10 @@ def _range(
 def _no_range(trained: int, held_out: int, coverage: float | None) -> str | None:
     # Both in the training range of the models.
     if trained < MIN_TRAIN_ROWS or held_out < MIN_HOLDOUT_ROWS or coverage is None:
-        return f"{trained} requests of the training part and {held_out} held-out ones, inside the training range, are too few for one"
+        return (
+            f"{trained} requests of the training part and {held_out} held-out ones, inside the training range, "
+            "are too few for one"
+        )
     # A range that later requests contradict is not published; one that is too wide is still true.
     if round(coverage) < COVERAGE_PCT:
         return (

@@ -1,7 +1,8 @@
-"""Publish a transfer: the law as a model of step times with one server's numbers in it, and what was measured on servers left out.
+"""Publish a transfer: the law as a model of step times with one server's numbers in it, and what was measured on
+servers left out.
 
-The longer of the GPU's work and the launches is two regimes of steps with prompts, whose condition compares the two sums: consumers evaluate
-it as any other model.
+The longer of the GPU's work and the launches is two regimes of steps with prompts, whose condition compares the two
+sums: consumers evaluate it as any other model.
 """
 
 from __future__ import annotations
@@ -142,8 +143,7 @@ def _sum_formulas(name: str, terms: _Terms) -> dict[str, str]:
     """Return a sum of terms as formulas, some terms each: a formula has a largest length."""
     parts = {
         f"{name}_{first}": " + ".join(
-            f"{value:.{_LAW_DIGITS}g} * ({t.feature.formula})"
-            for t, value in terms[first : first + _TERMS_PER_FORMULA]
+            f"{value:.{_LAW_DIGITS}g} * ({t.feature.formula})" for t, value in terms[first : first + _TERMS_PER_FORMULA]
         )
         for first in range(0, len(terms), _TERMS_PER_FORMULA)
     }
@@ -206,10 +206,10 @@ def facts_of(deployment: Deployment, sources: Sequence[LawRows]) -> schema.Deplo
     )
 
 
-def law_coefficients(
-    law: Law, left_out: Mapping[str, tuple[float, float]]
-) -> tuple[schema.LawCoefficient, ...]:
-    """Return the coefficients of a law, each with its range over the laws that were fitted without one of the sources."""
+def law_coefficients(law: Law, left_out: Mapping[str, tuple[float, float]]) -> tuple[schema.LawCoefficient, ...]:
+    """Return the coefficients of a law, each with its range over the laws that were fitted without one of the
+    sources.
+    """
     return tuple(
         schema.LawCoefficient(
             feature=t.feature.name,
@@ -233,14 +233,18 @@ def ranges_of(laws: Sequence[Law]) -> dict[str, tuple[float, float]]:
 
 
 def coverage_pct(across: Sequence[LeftOutErrors]) -> float | None:
-    """Return the percent of all left-out rows within the interval that the other sources give; null where these are too few for one."""
+    """Return the percent of all left-out rows within the interval that the other sources give; null where these are too
+    few for one.
+    """
     known = [(e.interval_coverage_pct, e.errors.n) for e in across if e.interval_coverage_pct is not None]
     rows = sum(n for _, n in known)
     return sum(c * n for c, n in known) / rows if rows else None
 
 
 def validation_of(law: Law, across: Sequence[LeftOutErrors], calibration: Calibration | None) -> Validation:
-    """Return the errors of a law: on the servers that were left out, or, after a calibration, on left-out blocks of its steps."""
+    """Return the errors of a law: on the servers that were left out, or, after a calibration, on left-out blocks of its
+    steps.
+    """
     if calibration is not None:
         holdout = calibration.after if calibration.used else calibration.before
         groups: Mapping[str, Metrics] = calibration.by_phase
@@ -289,7 +293,9 @@ def pooled(parts: Sequence[Metrics]) -> Metrics:
 def left_out_errors(
     folds: Sequence[Fold], kind: Kind, sources: Sequence[LawRows], own: Mapping[str, Metrics]
 ) -> tuple[LeftOutErrors, ...]:
-    """Return the errors of the folds as the evaluation has them; `own` are the errors of each deployment's own model."""
+    """Return the errors of the folds as the evaluation has them; `own` are the errors of each deployment's own
+    model.
+    """
     rows = {one.deployment_id: one.rows for one in sources}
     results = []
     for fold in folds:

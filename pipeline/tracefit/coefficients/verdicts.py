@@ -32,7 +32,9 @@ _ANSWER_RANK: dict[VerdictAnswer, int] = {"yes": 0, "with limits": 1, "no": 2}
 
 
 class Measurements(NamedTuple):
-    """Measurements of a deployment other than the validations of its models: summed step times, replays, the load so far."""
+    """Measurements of a deployment other than the validations of its models: summed step times, replays, the load so
+    far.
+    """
 
     summed: SummedTime | None = None
     replays: tuple[RunReplay, ...] = ()
@@ -93,9 +95,7 @@ MEASURES: dict[str, Measure] = {
         "largest error of TTFT in a replay, at P50 and P90,", partial(_replayed_pct, ("ttft",))
     ),
     "step_mape_pct": _of_steps("mean error of step times", lambda e, _: e.holdout.mape_pct),
-    "step_p90_ape_pct": _of_steps(
-        "90th percentile of the errors of step times", lambda e, _: e.holdout.p90_ape_pct
-    ),
+    "step_p90_ape_pct": _of_steps("90th percentile of the errors of step times", lambda e, _: e.holdout.p90_ape_pct),
     "step_bias_pct": _of_steps("bias of the summed step times", _summed_bias_pct),
     "step_skill": _of_steps(
         "share of the baseline's error that the step model removes:",
@@ -110,9 +110,7 @@ MEASURES: dict[str, Measure] = {
         higher_is_better=True,
         needed=False,
     ),
-    "queue_wait_skill": _of_waits(
-        "share of the baseline's error that the queue-wait model removes:", _wait_skill
-    ),
+    "queue_wait_skill": _of_waits("share of the baseline's error that the queue-wait model removes:", _wait_skill),
     "queue_regime_accuracy": _of_waits(
         "balanced accuracy of predicting which requests wait for room:", _regime_accuracy
     ),
@@ -129,18 +127,18 @@ MEASURES: dict[str, Measure] = {
 
 _OF_REPLAYS = {"replay_pct": ("e2e", "itl"), "replay_ttft_pct": ("ttft",)}
 _REPLAYED = {"admission_mdape_pct", "admission_skill"}
-"""Measures of the admission, which is a part of the TTFT of a replay: its wait for the step in progress scatters, but a replay has it."""
+"""Measures of the admission, which is a part of the TTFT of a replay: its wait for the step in progress scatters, but a
+replay has it."""
 
 _SKILLS_OF_WAITS = {*_REPLAYED, "queue_wait_skill"}
 """Measures that decide nothing where the errors are under a millisecond: no use can tell the difference."""
 
 
-def _machine_pct(
-    measure: str, yes: float, value: float, entry: Validation, measured: Measurements
-) -> float | None:
+def _machine_pct(measure: str, yes: float, value: float, entry: Validation, measured: Measurements) -> float | None:
     """Return the noise of the machine in percent, if it explains a value that is worse than `yes`; else null.
 
-    Steps of equal batches differ within seconds (`entry.noise`), and took longer or shorter in the hold-out than before it, and in
+    Steps of equal batches differ within seconds (`entry.noise`), and took longer or shorter in the hold-out than before
+    it, and in
     one stretch of it than in another (`entry.speed`): a model that is fitted before the hold-out knows nothing of that.
     """
     speed = entry.speed if entry.speed is not None and entry.speed.adjusted else None
@@ -167,7 +165,9 @@ def _change_pct(summed: SummedTime | None, change_pct: float) -> float:
 
 
 def _far_off_pct(noise_pct: float, change_pct: float) -> float:
-    """Return the error of a prediction for a step that is off its mean by `noise_pct`, to the same side as the speed changed."""
+    """Return the error of a prediction for a step that is off its mean by `noise_pct`, to the same side as the speed
+    changed.
+    """
     expected = 1 / (1 + change_pct / 100)
     kept = 1 - noise_pct / 100
     return 100 * (1 - expected * kept if change_pct >= 0 else expected / kept - 1)

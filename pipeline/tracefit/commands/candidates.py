@@ -64,20 +64,23 @@ def plan(
 ) -> PlanResult:
     """Return the fewest servers for a rate, or the largest rate of a number of servers, for every kind of server.
 
-    Each answer comes from a replay of a steady load with the models of a folder. Its interval comes from the intervals of the
-    coefficients and from the errors of replays of recorded runs. It says if it rests on steps unlike those in training.
+    Each answer comes from a replay of a steady load with the models of a folder. Its interval comes from the intervals
+    of the coefficients and from the errors of replays of recorded runs. It says if it rests on steps unlike those in
+    training.
 
     Args:
-        folders: Folders that `tracefit run` wrote, or folders of coefficient files; each deployment in them is a kind of server.
+        folders: Folders that `tracefit run` wrote, or folders of coefficient files; each deployment in them is a kind
+            of server.
         rate: Requests per second over all servers.
         servers: Number of servers. If a rate is given too, exactly this pair is tried.
         slo_ms: The longest time, in ms, allowed for percentiles, such as `{"ttft_p99": 500}`.
         settings: Settings to change, such as `{"max_num_seqs": 256}`.
-        requests: The requests; the traced ones if not given. With a file of arrivals, the fewest servers for it, window by window.
+        requests: The requests; the traced ones if not given. With a file of arrivals, the fewest servers for it, window
+            by window.
         day: How a file of arrivals is planned for.
         price: Price of a GPU per hour, in any currency: of every GPU, or by its name.
-        tries: Servers to compute by a transfer and to plan with too, such as `{"gpu": ["H100", "H200"], "tp": ["1", "2"]}`: every
-            combination, from the folders, or without any from the law in the package.
+        tries: Servers to compute by a transfer and to plan with too, such as `{"gpu": ["H100", "H200"], "tp": ["1",
+            "2"]}`: every combination, from the folders, or without any from the law in the package.
         model_config: config.json of the model, for `tries`.
         force: With `tries`, also answer where nothing shows how exact the answer is.
         deployment: Plan only this deployment; see `Models.deployment`.
@@ -165,7 +168,8 @@ def tried_servers(
     force: bool = False,
     progress: Progress | None = None,
 ) -> Iterator[Tried]:
-    """Compute every combination of some GPUs and tensor parallelisms by a transfer; their folders last as long as the context.
+    """Compute every combination of some GPUs and tensor parallelisms by a transfer; their folders last as long as the
+    context.
 
     Args:
         folders: Sources of the law; the law in the package without any.
@@ -182,7 +186,10 @@ def tried_servers(
         missing = "gpu=..." if "gpu" not in tries else named(TriedModelOption)
         raise UsageError(
             f"{named(TryOption)}: {missing} is not given",
-            hint=f"name the GPUs and the model, as in {named(TryOption)} gpu=H100,H200 {named(TriedModelOption)} config.json",
+            hint=(
+                f"name the GPUs and the model, as in {named(TryOption)} gpu=H100,H200 {named(TriedModelOption)} "
+                "config.json"
+            ),
         )
     gpus = [find_gpu(name).name for name in tries["gpu"]]
     sizes = [_size(text) for text in tries.get("tp", ("1",))]

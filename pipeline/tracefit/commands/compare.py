@@ -38,7 +38,8 @@ def compare(
 
     Args:
         first: A coefficient file, a folder of them, or a folder that `run` wrote.
-        second: Another such file or folder, or tables of new runs. If a folder has both models and tables, the models are compared.
+        second: Another such file or folder, or tables of new runs. If a folder has both models and tables, the models
+            are compared.
             Or points: a table of them, a load generator's result with a summary, or tables that hold nothing else.
         deployment: Compare this deployment only; see `Models.deployment`.
         run: Compare the deployment of this run only.
@@ -113,9 +114,7 @@ def _partner(deployment_id: str, old: Models, new: Models, notes: list[str]) -> 
         return deployment_id
     # Deployment ids hold a hash of the settings: after a change of one setting the same server has another id.
     if len(old.deployment_ids) == len(new.deployment_ids) == 1:
-        notes.append(
-            f"deployment {deployment_id} is compared with {new.deployment_ids[0]}, which is another one"
-        )
+        notes.append(f"deployment {deployment_id} is compared with {new.deployment_ids[0]}, which is another one")
         return new.deployment_ids[0]
     notes.append(f"deployment {deployment_id}: only in the first")
     return None

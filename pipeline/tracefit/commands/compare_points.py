@@ -1,4 +1,6 @@
-"""Compare predictions with the points of a benchmark: each point's load is replayed with the models of its deployment."""
+"""Compare predictions with the points of a benchmark: each point's load is replayed with the models of its
+deployment.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,10 @@ if TYPE_CHECKING:
 
 _MOST_POINTS = 200
 _MOST_NAMED_POINTS = 8
-_NO_GAPS = "percentiles of the time between two single tokens are not predicted where a step gives several: only its mean is compared"
+_NO_GAPS = (
+    "percentiles of the time between two single tokens are not predicted where a step gives several: only "
+    "its mean is compared"
+)
 
 
 def read_points(path: Path) -> pl.DataFrame:
@@ -48,14 +53,15 @@ def read_points(path: Path) -> pl.DataFrame:
         raise DataError(
             "holds no point of a benchmark",
             where=str(path),
-            hint="a point has a concurrency or a rate, and a latency: columns such as concurrency, input_len, output_len, ttft_ms, tpot_ms",
+            hint=(
+                "a point has a concurrency or a rate, and a latency: columns such as concurrency, input_len, "
+                "output_len, ttft_ms, tpot_ms"
+            ),
         )
     return points
 
 
-def compare_points(
-    folder: Path, path: Path, points: pl.DataFrame, models: Models, chosen: str | None
-) -> CompareResult:
+def compare_points(folder: Path, path: Path, points: pl.DataFrame, models: Models, chosen: str | None) -> CompareResult:
     """Compare predictions with points, each with those of the deployment that its model, GPU and settings name.
 
     Args:
@@ -119,9 +125,7 @@ class _Servers:
         notes: On the settings of the servers.
     """
 
-    def __init__(
-        self, store: TableStore | None, candidates: Sequence[DeploymentModels], *, is_named: bool
-    ) -> None:
+    def __init__(self, store: TableStore | None, candidates: Sequence[DeploymentModels], *, is_named: bool) -> None:
         self.notes: list[str] = []
         self._store = store
         self._candidates = candidates
@@ -144,7 +148,8 @@ class _Servers:
         if len(like) > 1:
             several = in_words([str(deployment.deployment_id) for deployment in like])
             raise _NotComparedError(
-                f"{several} are like it: name one with {named(DeploymentOption)}, or give the points their model, gpu and tensor_parallel"
+                f"{several} are like it: name one with {named(DeploymentOption)}, or give the points their model, "
+                "gpu and tensor_parallel"
             )
         (deployment,) = like
         changes = {
@@ -158,21 +163,20 @@ class _Servers:
             self.notes += notes
         return self._known[key], deployment.deployment_id
 
-    def _unlike(
-        self, row: dict[str, Any], stated: dict[str, object], deployment: DeploymentModels
-    ) -> str | None:
+    def _unlike(self, row: dict[str, Any], stated: dict[str, object], deployment: DeploymentModels) -> str | None:
         """Return why a point is of another deployment, as far as it says; null if it may be of this one."""
         own_model = deployment.setting("model")
         # Clients name a model as the server calls it, which may be a name of its own: that of the user counts more.
         if row["model"] and own_model and not self._is_named:
             names = {
-                plain_model_name(str(name))
-                for name in (own_model, deployment.setting("served_model_name"))
-                if name
+                plain_model_name(str(name)) for name in (own_model, deployment.setting("served_model_name")) if name
             }
             if plain_model_name(row["model"]) not in names:
                 option = named(DeploymentOption)
-                return f"its model is {row['model']}, that of the deployment {own_model} ({option} compares it all the same)"
+                return (
+                    f"its model is {row['model']}, that of the deployment {own_model} ({option} compares it all "
+                    "the same)"
+                )
         parallel, own = row["tensor_parallel"], deployment.limit("tensor_parallel")
         if parallel is not None and own is not None and parallel != own:
             return f"it has {parallel} GPUs of tensor parallelism, the deployment {own:g}"
@@ -219,9 +223,7 @@ def _notes(rows: list[dict[str, Any]], compared: Sequence[ComparedPoint]) -> lis
     unread = sorted({name for row in rows for name in json.loads(row["unread"] or "[]")})
     more = f" and {len(unread) - _MOST_NAMED_POINTS} more" if len(unread) > _MOST_NAMED_POINTS else ""
     notes = (
-        [f"{plural(len(unread), 'column')} not read: {', '.join(unread[:_MOST_NAMED_POINTS])}{more}"]
-        if unread
-        else []
+        [f"{plural(len(unread), 'column')} not read: {', '.join(unread[:_MOST_NAMED_POINTS])}{more}"] if unread else []
     )
     has_gaps = any(
         row[f"itl_{statistic}_us"] is not None

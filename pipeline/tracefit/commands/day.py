@@ -38,14 +38,20 @@ _MOST_WINDOWS = 3_000
 _SPARES_PCT = (0.0, 10.0, 25.0, 50.0, 100.0)
 """Spare servers that are tried for a scaler, in percent."""
 _ROUTED_DAY = {
-    "random": "requests go to servers at random, so that one server's day is the file's own requests, thinned; replays of some servers stand "
-    "for all",
+    "random": "requests go to servers at random, so that one server's day is the file's own requests, thinned; "
+    "replays of some servers stand for all",
     "round_robin": "requests go to servers in turn; replays of some servers stand for all",
 }
 _ASSUMED = (
-    "a server that keeps to the objectives at a rate does so at a lower one with requests that are no longer: such windows are not replayed",
+    (
+        "a server that keeps to the objectives at a rate does so at a lower one with requests that are no longer: such "
+        "windows are not replayed"
+    ),
     "the scaler follows the mean load of two minutes, by the largest rate at which one server keeps to the objectives",
-    "a server of the scaler is ready when it was asked for all of the start-up time, and let go when no load of five minutes needed it",
+    (
+        "a server of the scaler is ready when it was asked for all of the start-up time, and let go when no load of "
+        "five minutes needed it"
+    ),
 )
 
 
@@ -66,9 +72,7 @@ class DayQuestion:
     router: str = "random"
 
 
-def day_server(
-    server: Fleet, day: DayQuestion, longest_tokens: float | None
-) -> tuple[Fleet, DayLoad, str | None]:
+def day_server(server: Fleet, day: DayQuestion, longest_tokens: float | None) -> tuple[Fleet, DayLoad, str | None]:
     """Return a server with the requests of a day to draw from, those that it takes, and a note on the others.
 
     Args:
@@ -87,12 +91,13 @@ def day_server(
         fits = load.prompt_tokens + load.output_tokens <= longest_tokens
         if lost := int((~fits).sum()):
             limit = f"{longest_tokens:,.0f} tokens"
-            note = f"{count(lost)} of {count(len(fits))} requests are left out: they are longer than the server takes, {limit}"
+            note = (
+                f"{count(lost)} of {count(len(fits))} requests are left out: they are longer than the server "
+                f"takes, {limit}"
+            )
             load = load.of(fits)
     if not len(load.at_s):
-        raise DataError(
-            f"every request is longer than the server takes, {longest_tokens:,.0f} tokens", where=day.file
-        )
+        raise DataError(f"every request is longer than the server takes, {longest_tokens:,.0f} tokens", where=day.file)
     return (
         Fleet(server.deployment, server.server, server.settings, load.sample(_MOST_DRAWN_REQUESTS)),
         load,
@@ -119,13 +124,14 @@ def with_day(
     span_s = float(load.at_s[-1] - load.at_s[0])
     if span_s > _MOST_WINDOWS * window_s:
         raise UsageError(
-            f"its requests span {number(span_s / 3600)} hours, {count(_MOST_WINDOWS)} windows of {window_s:g} s at most can be planned for",
+            (
+                f"its requests span {number(span_s / 3600)} hours, {count(_MOST_WINDOWS)} windows of {window_s:g} s at "
+                "most can be planned for"
+            ),
             where=day.file,
             hint=f"give times in seconds or as dates, or {named(DayOptions, 'window_s')} of more seconds",
         )
-    search = DaySearch(
-        fleet, load, windows_of(load.at_s, window_s), plan.objectives, errors, day.router != "random"
-    )
+    search = DaySearch(fleet, load, windows_of(load.at_s, window_s), plan.objectives, errors, day.router != "random")
     likely = search.fewest_of_each("likely", [0] * len(search.windows))
     lengths = (float(load.prompt_tokens.mean()), float(load.output_tokens.mean()))
     what = "rates" if day.timed.has_rates else "requests"
@@ -202,8 +208,8 @@ def _sure(search: DaySearch, likely: list[int | None], servers: int, binding: in
     sure = search.fewest_of_each("high", likely)
     if unsure := sum(one is None and other is not None for one, other in zip(sure, likely, strict=True)):
         notes.append(
-            f"in {plural(unsure, 'window')} no number of servers is sure to be enough: at the high end of the interval the objectives do "
-            "not hold there"
+            f"in {plural(unsure, 'window')} no number of servers is sure to be enough: at the high end of the "
+            "interval the objectives do not hold there"
         )
     if not any(sure):
         return as_planned._replace(notes=tuple(notes))
@@ -222,7 +228,10 @@ def _too_slow(search: DaySearch) -> str:
         for o in search.objectives
         if (ms := search.value_ms(found, o.name, "likely")) > o.limit_ms
     )
-    return f"no number of servers is enough: with a server for each request of a window, {missed or 'the objectives do not hold'}"
+    return (
+        "no number of servers is enough: with a server for each request of a window, "
+        f"{missed or 'the objectives do not hold'}"
+    )
 
 
 def _missed_note(day: DayPlan) -> tuple[str, ...]:
@@ -230,7 +239,10 @@ def _missed_note(day: DayPlan) -> tuple[str, ...]:
         return ()
     first = next(w for w in day.windows if w.servers is None)
     where = f"first in that from {first.begins} with {plural(first.requests, 'request')}"
-    text = f"in {plural(day.windows_missed, 'window')} the objectives hold with no number of servers, {where}: the others decide"
+    text = (
+        f"in {plural(day.windows_missed, 'window')} the objectives hold with no number of servers, {where}: the "
+        "others decide"
+    )
     return (text,)
 
 
@@ -299,7 +311,9 @@ def _windows(
 def _scaler(
     search: DaySearch, each: Sequence[int | None], end: End, options: DayOptions
 ) -> tuple[ScaledServers, ScalerPlan, dict[int, bool]]:
-    """Return the servers that a scaler has ready, with the fewest spare ones with which the objectives hold, and where they do."""
+    """Return the servers that a scaler has ready, with the fewest spare ones with which the objectives hold, and where
+    they do.
+    """
     load, windows = search.load, search.windows
     lengths = (load.prompt_tokens, load.output_tokens)
     for_one = np.zeros(len(load.at_s))
@@ -308,7 +322,8 @@ def _scaler(
     )
     for k, (window, servers) in enumerate(zip(windows, each, strict=True)):
         own = slice(window.first, window.end)
-        # A server's rate under a steady load of the whole day's requests, as far as those of the window are longer or shorter.
+        # A server's rate under a steady load of the whole day's requests, as far as those of the window are longer or
+        # shorter.
         means = [float(c[own].mean() / c.mean()) for c in lengths if window.requests]
         at_each = max(
             search.carried(k, end),
@@ -319,11 +334,10 @@ def _scaler(
     begin_s, needed = needed_by_load(load.at_s, for_one)
     decided = [k for k, one in enumerate(each) if one]
     for spare in _SPARES_PCT:
-        ready = scaled(
-            begin_s, needed, start_up_s=options.scale_up_s, step=options.scale_step, spare_pct=spare
-        )
+        ready = scaled(begin_s, needed, start_up_s=options.scale_up_s, step=options.scale_step, spare_pct=spare)
         there = ready.at(load.at_s)
-        # The windows that lack most are replayed first: one that misses an objective is enough to try more spare servers.
+        # The windows that lack most are replayed first: one that misses an objective is enough to try more spare
+        # servers.
         short = sorted(decided, key=lambda k: _least(windows[k], there) / (each[k] or 1))
         holds = dict[int, bool]()
         for k in short:
@@ -362,9 +376,7 @@ def _scaled_holds(search: DaySearch, at: int, servers: int, there: Integers, end
     return search.keeps(search.replayed(at, there, end, search.size, as_came=True), end)
 
 
-def refuse_options(
-    objectives: Sequence[Objective], requests: LoadOptions, given: Mapping[str, object]
-) -> None:
+def refuse_options(objectives: Sequence[Objective], requests: LoadOptions, given: Mapping[str, object]) -> None:
     """Refuse what a file of arrivals leaves no room for.
 
     Raises:

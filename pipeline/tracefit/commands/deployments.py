@@ -73,7 +73,8 @@ MOST_TRAINING_RUNS = 500
 
 
 def sample_runs(runs: pl.DataFrame, members: Sequence[str], *, most_rows: int, most_runs: int) -> list[str]:
-    """Return the runs of a deployment to train on, in the order of `members`: all, or evenly in the order of their beginning.
+    """Return the runs of a deployment to train on, in the order of `members`: all, or evenly in the order of their
+    beginning.
 
     Args:
         runs: Rows of the `runs` table.
@@ -105,8 +106,8 @@ def sample_runs(runs: pl.DataFrame, members: Sequence[str], *, most_rows: int, m
 def sampling_note(kept: int, of: int) -> str:
     """Return the sentence that states a sampling."""
     return (
-        f"trained on {kept:,} of {of:,} runs, evenly in the order of their beginning: more take memory and time, and tell no "
-        "more; all are in the tables"
+        f"trained on {kept:,} of {of:,} runs, evenly in the order of their beginning: more take memory and time, and "
+        "tell no more; all are in the tables"
     )
 
 

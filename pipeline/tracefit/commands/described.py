@@ -1,4 +1,6 @@
-"""Steps of a server that was never traced, as its transferred model says, for consumers whose form has to be refitted."""
+"""Steps of a server that was never traced, as its transferred model says, for consumers whose form has to be
+refitted.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,10 @@ if TYPE_CHECKING:
 SERVER_FILE = "server.json"
 """Settings, config.json and GPU of a server that was never traced, as the `runs` table has them of a traced one."""
 
-NOTE = "fitted to the steps that the transferred model predicts, not to measured ones: the errors are only those of the form"
+NOTE = (
+    "fitted to the steps that the transferred model predicts, not to measured ones: the errors are only those of "
+    "the form"
+)
 
 _DESCRIBED_RUN = "described"
 _BATCHES, _CONTEXT_LENGTHS, _PROMPTS = 24, 5, 12
@@ -63,7 +68,9 @@ def described_tables(models: DeploymentModels, folder: Path) -> tuple[Deployment
 
 
 def _grid(models: DeploymentModels, deployment: Deployment) -> pl.DataFrame:
-    """Return steps over batch, context and prompt up to the limits of the server, in an order that any part of it covers, with `cycle_us`."""
+    """Return steps over batch, context and prompt up to the limits of the server, in an order that any part of it
+    covers, with `cycle_us`.
+    """
     settings = deployment.context.settings
     seqs, budget = settings.max_num_seqs or _UNKNOWN_SEQS, settings.max_num_batched_tokens or _UNKNOWN_TOKENS
     longest = min(settings.max_model_len or _MOST_CONTEXT, _MOST_CONTEXT)

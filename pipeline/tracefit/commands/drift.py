@@ -1,8 +1,9 @@
-"""Check an old coefficient file on new traces: whether what users see, and the steps behind it, still is what the file says.
+"""Check an old coefficient file on new traces: whether what users see, and the steps behind it, still is what the file
+says.
 
-The runs are replayed with the file's models, and TTFT, ITL and E2E compared with the measured ones: a changed limit of the scheduler
-moves these although every step takes as long as before. The step times themselves are compared too. Models of single waits are for
-information where a replay is possible: it contains their waits.
+The runs are replayed with the file's models, and TTFT, ITL and E2E compared with the measured ones: a changed limit of
+the scheduler moves these although every step takes as long as before. The step times themselves are compared too.
+Models of single waits are for information where a replay is possible: it contains their waits.
 """
 
 from __future__ import annotations
@@ -66,9 +67,7 @@ _MOST_BEYOND_PCT = 10.0
 """Most requests beyond the training range for a replay that tells drift from extrapolation."""
 
 
-def drift_check(
-    one: Path, tables: Path, old: Models, wanted: Sequence[str], tolerance: Tolerance
-) -> CompareResult:
+def drift_check(one: Path, tables: Path, old: Models, wanted: Sequence[str], tolerance: Tolerance) -> CompareResult:
     """Check models on tables of new runs.
 
     Args:
@@ -104,7 +103,10 @@ def drift_check(
         raise DataError(
             f"no run of deployment {', '.join(wanted)} is here",
             where=str(tables),
-            hint=f"here {'is' if len(here) == 1 else 'are'} {'; '.join(changed) or ', '.join(here)}: fit these runs by themselves",
+            hint=(
+                f"here {'is' if len(here) == 1 else 'are'} {'; '.join(changed) or ', '.join(here)}: fit these runs "
+                "by themselves"
+            ),
         )
     return CompareResult(
         one,
@@ -118,7 +120,9 @@ def drift_check(
 
 
 def _changes(models: DeploymentModels, other: Deployment) -> str:
-    """Name another deployment with the facts in which it differs, both values each; empty where the models state none."""
+    """Name another deployment with the facts in which it differs, both values each; empty where the models state
+    none.
+    """
     facts = next((m.deployment for m in models.models.values() if m.deployment is not None), None)
     if facts is None:
         return ""
@@ -130,9 +134,7 @@ def _changes(models: DeploymentModels, other: Deployment) -> str:
     now = {**chosen, "model": served, "gpu": context.gpu.name if context.gpu else None}
     # A setting that one side does not state may be the same on both.
     stated = {name: (then[name], value) for name, value in now.items() if None not in (then.get(name), value)}
-    listed = ", ".join(
-        f"{name} {before} → {after}" for name, (before, after) in stated.items() if before != after
-    )
+    listed = ", ".join(f"{name} {before} → {after}" for name, (before, after) in stated.items() if before != after)
     return f"{other.deployment_id} ({listed})" if listed else ""
 
 
@@ -178,7 +180,9 @@ def _checked(
 
 
 def _decisive(drift: Drift, model: Model, *, is_replayed: bool) -> Drift:
-    """Say whether a model's own errors decide: step times do; single waits only without a replay, and if users feel the difference."""
+    """Say whether a model's own errors decide: step times do; single waits only without a replay, and if users feel the
+    difference.
+    """
     if is_step_model(model.name):
         return drift
     errors = (drift.now_mae_us, drift.then_mae_us or 0.0)
@@ -187,18 +191,12 @@ def _decisive(drift: Drift, model: Model, *, is_replayed: bool) -> Drift:
     return replace(drift, decides=not is_replayed and not is_small)
 
 
-def _verdict(
-    drifts: Sequence[Drift], latencies: Sequence[LatencyDrift]
-) -> tuple[DriftVerdict, tuple[str, ...]]:
+def _verdict(drifts: Sequence[Drift], latencies: Sequence[LatencyDrift]) -> tuple[DriftVerdict, tuple[str, ...]]:
     """Return the verdict on a deployment, and why it is not good."""
     # Too few rows in the training range, or the machine's noise, say nothing against latencies that are right.
     are_right = bool(latencies) and all(each.verdict == "good" for each in latencies)
     evidence = [
-        *(
-            (d.verdict, _error_text(d))
-            for d in drifts
-            if d.decides and not (are_right and d.verdict == "unknown")
-        ),
+        *((d.verdict, _error_text(d)) for d in drifts if d.decides and not (are_right and d.verdict == "unknown")),
         *((each.verdict, _latency_text(each)) for each in latencies),
     ]
     if not evidence:
@@ -208,15 +206,13 @@ def _verdict(
 
 
 _NOTHING_TO_REPLAY = (
-    "no run can be replayed, and no model here has an effect that users feel: compare with beta.json too, and ingest traces of "
-    "requests with a server's max_num_seqs and max_num_batched_tokens"
+    "no run can be replayed, and no model here has an effect that users feel: compare with beta.json too, and ingest "
+    "traces of requests with a server's max_num_seqs and max_num_batched_tokens"
 )
 
 
 def _error_text(drift: Drift) -> str:
-    limit = (
-        f"the median error is {number(drift.now_mdape_pct)} %, and {number(drift.limit_pct)} % is the limit"
-    )
+    limit = f"the median error is {number(drift.now_mdape_pct)} %, and {number(drift.limit_pct)} % is the limit"
     return f"{drift.model}: {drift.reason or limit}"
 
 
@@ -230,7 +226,9 @@ def _latency_text(each: LatencyDrift) -> str:
 
 
 class _Speed(NamedTuple):
-    """The speed of the machine in a run: how much longer steps take than predicted, and by how much that varies, as logarithms."""
+    """The speed of the machine in a run: how much longer steps take than predicted, and by how much that varies, as
+    logarithms.
+    """
 
     change: float = 0.0
     sd: float = 0.0
@@ -328,7 +326,9 @@ def _latency_drift(
     *,
     steps_hold: bool,
 ) -> LatencyDrift:
-    """Compare a percentile with its replays: the first with the file's step times, the others at the speeds of the machine."""
+    """Compare a percentile with its replays: the first with the file's step times, the others at the speeds of the
+    machine.
+    """
     first = quantities[0]
     latency = _FELT[first.name]
     published = _published_pct(latency, models, then)
@@ -343,11 +343,12 @@ def _latency_drift(
     elif _is_near(latency, first.measured, nearest, limit):
         # A loaded server makes much of a speed that varies: step times that are as exact as published confirm the file.
         verdict = "good" if steps_hold else "unknown"
-        reason = (
-            None if steps_hold else "the speed that this machine has, and how much it varies, may explain it"
-        )
+        reason = None if steps_hold else "the speed that this machine has, and how much it varies, may explain it"
     elif made.beyond_pct > _MOST_BEYOND_PCT:
-        reason = f"{number(made.beyond_pct)} % of the requests are beyond the training range of the steps: train on this load too"
+        reason = (
+            f"{number(made.beyond_pct)} % of the requests are beyond the training range of the steps: train on "
+            "this load too"
+        )
     else:
         verdict = "drifted"
     return LatencyDrift(
@@ -384,7 +385,9 @@ _ALLOWED_PCT = {
 
 
 def _published_pct(latency: str, models: DeploymentModels, then: Sequence[RunReplay]) -> float:
-    """Return the error that a latency was published with: of replays of held-out parts, else of predictions of held-out requests."""
+    """Return the error that a latency was published with: of replays of held-out parts, else of predictions of held-out
+    requests.
+    """
     quantities = (q for r in then for q in r.of(latency) if q.name in _FELT)
     errors = [_off_pct(1 + q.error_pct / 100) for q in quantities if q.error_pct is not None]
     predicted = models.ranges[latency].holdout.mdape_pct if latency in models.ranges else None
@@ -439,7 +442,9 @@ def _drift_of(model: Model, alike: _Alike, tolerance: Tolerance, speeds: Mapping
     elif alike.differs is not None:
         reason = f"the error is larger, but {alike.differs}"
     elif now.mdape_pct - 2 * (spread := _spread_pct(errors, None if is_of_steps else limit)) <= limit:
-        reason = f"the error is larger by no more than it varies between parts of these runs (± {2 * spread:.2g} points)"
+        reason = (
+            f"the error is larger by no more than it varies between parts of these runs (± {2 * spread:.2g} points)"
+        )
     elif is_of_steps and (text := _speed_explains(alike, actual, speeds, limit)):
         reason = text
     else:
@@ -461,7 +466,9 @@ def _drift_of(model: Model, alike: _Alike, tolerance: Tolerance, speeds: Mapping
 
 
 def _speed_explains(alike: _Alike, actual: Vector, speeds: Mapping[str, _Speed], limit: float) -> str | None:
-    """Say that the machine's speed explains larger errors of steps, where it varies by as much; null where it does not."""
+    """Say that the machine's speed explains larger errors of steps, where it varies by as much; null where it does
+    not.
+    """
     if any(abs(speed.change) > LIKELY_SDS * speed.sd for speed in speeds.values()):
         return None
     change = alike.rows["run_id"].replace_strict(
@@ -473,7 +480,8 @@ def _speed_explains(alike: _Alike, actual: Vector, speeds: Mapping[str, _Speed],
     most = max(speeds.values(), key=lambda speed: abs(speed.change))
     return (
         f"the error is larger because the machine is {number(100 * abs(math.expm1(most.change)))} % "
-        f"{'slower' if most.change > 0 else 'faster'}, and its speed varies by as much (± {number(100 * math.expm1(LIKELY_SDS * most.sd))} %)"
+        f"{'slower' if most.change > 0 else 'faster'}, and its speed varies by as much (± "
+        f"{number(100 * math.expm1(LIKELY_SDS * most.sd))} %)"
     )
 
 
@@ -490,8 +498,8 @@ def _errors_of_tenths(rows: pl.DataFrame, actual: Vector, predicted: Vector) -> 
 def _spread_pct(errors: Vector, wait_limit_pct: float | None) -> float:
     """Return the standard deviation of the median errors of tenths, in percentage points.
 
-    A server whose speed wanders within a run does so between runs as well. Waits that are off throughout are not chance: it is 0 for
-    a model of waits if two of three tenths are above its limit, however much they differ.
+    A server whose speed wanders within a run does so between runs as well. Waits that are off throughout are not
+    chance: it is 0 for a model of waits if two of three tenths are above its limit, however much they differ.
     """
     is_throughout = wait_limit_pct is not None and np.mean(errors > wait_limit_pct) >= _THROUGHOUT
     return 0.0 if is_throughout or len(errors) < 2 else float(np.std(errors, ddof=1))
@@ -527,8 +535,8 @@ def _alike(model: Model, deployment: Deployment, tables: DeploymentTables) -> _A
         exact = model.target is not None and EXACT_QUEUE in model.target.source
         if target.state == "queue" and exact != (tables.queue is not None):
             differs = "the queue is known exactly in one of both only, in the other as the latest sampled step left it"
-    # Conditions may compare facts that the new tables lack: null, such a condition is false, and the model still predicts.
-    # A feature that lacks its inputs may be a column itself.
+    # Conditions may compare facts that the new tables lack: null, such a condition is false, and the model still
+    # predicts. A feature that lacks its inputs may be a column itself.
     lacking = CompiledModel(model).inputs - {*rows.columns, *(t.feature for t in terms_of(model))}
     nulls = (pl.lit(None, pl.Float64).alias(name) for name in sorted(lacking))
     predictions = predict_rows(model, rows.with_columns(nulls))
@@ -563,7 +571,9 @@ def _steps_alike(rows: pl.DataFrame, published: Validation | None) -> tuple[pl.D
 
 
 def _by_clock(model: BoundaryModel, rows: pl.DataFrame, tables: DeploymentTables) -> tuple[Vector, Flags]:
-    """Predict admissions from known step starts only, without interpolation; also return for which rows these suffice."""
+    """Predict admissions from known step starts only, without interpolation; also return for which rows these
+    suffice.
+    """
     tokens = rows["prompt_tokens"].fill_null(0).to_numpy().astype(float)
     work = model.work.intercept.value + model.work_us_per_prompt_token * tokens
     wait = api_waits(rows, work) if model.queue else np.zeros(len(work))

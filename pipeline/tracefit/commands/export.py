@@ -40,7 +40,9 @@ _BELOW_STEPS = "its tables are per operator, finer than a trace of steps can res
 _REFUSED_EXPORTS = {
     **dict.fromkeys(("vidur", "llmservingsim"), _BELOW_STEPS),
     "aiconfigurator": f"{_BELOW_STEPS}; its tables of whole passes are those of AISimulate, {{to}} aisimulate",
-    "wva": "since 2026 it learns its parameters online, and no configuration takes any; it takes targets of TTFT and ITL",
+    "wva": (
+        "since 2026 it learns its parameters online, and no configuration takes any; it takes targets of TTFT and ITL"
+    ),
 }
 
 
@@ -75,9 +77,7 @@ def export(
         ['coefficients.csv']
     """
     if to.lower() in _REFUSED_EXPORTS:
-        raise DataError(
-            f"{to} cannot be served: {_REFUSED_EXPORTS[to.lower()].format(to=named(ConsumerOption))}"
-        )
+        raise DataError(f"{to} cannot be served: {_REFUSED_EXPORTS[to.lower()].format(to=named(ConsumerOption))}")
     version = _version_of(to, consumer_version)
     loaded = load(find_models(models))
     chosen = loaded.deployment(choose_deployment(loaded, deployment, run))
@@ -137,5 +137,7 @@ def _trained_on(
 
 
 def _is_described(chosen: DeploymentModels) -> bool:
-    """Return whether the model of step times comes from other servers' steps, so that there are no tables of its own."""
+    """Return whether the model of step times comes from other servers' steps, so that there are no tables of its
+    own.
+    """
     return chosen.step_model.origin != "fitted"

@@ -100,12 +100,10 @@ def _warn_of_bare(runs: pl.DataFrame, progress: Progress) -> None:
     # Their features are fewer, and their settings are vLLM's defaults.
     bare = runs.filter(pl.all_horizontal(pl.col("model_config", "gpu", "model").is_null()))
     if bare.height:
-        run_config, model_config, gpu = (
-            named(ServerOptions, name) for name in ("run_config", "model_config", "gpu")
-        )
+        run_config, model_config, gpu = (named(ServerOptions, name) for name in ("run_config", "model_config", "gpu"))
         progress.warn(
-            f"{', '.join(bare['run_id'].unique().sort())}: no server configuration was found, so hardware and model features "
-            f"are left out and settings are assumed; name it with {run_config} (or {model_config}) and {gpu}"
+            f"{', '.join(bare['run_id'].unique().sort())}: no server configuration was found, so hardware and model "
+            f"features are left out and settings are assumed; name it with {run_config} (or {model_config}) and {gpu}"
         )
 
 
@@ -120,7 +118,9 @@ def fit_runs(
     progress: Progress,
     engine: TaskEngine | None = None,
 ) -> list[FittedDeployment]:
-    """Fit every deployment of some runs, rows of the `runs` table; `engine` makes the frames of each, this process if not given."""
+    """Fit every deployment of some runs, rows of the `runs` table; `engine` makes the frames of each, this process if
+    not given.
+    """
     engine = engine or LocalEngine(1)
     write_timelines(store, runs["run_id"].unique(maintain_order=True), engine)
     sets = feature_sets(options.features)
@@ -155,8 +155,8 @@ def _warn_of_too_fast(fitted: FittedDeployment, progress: Progress) -> None:
     if rows is not None and count > FEW_TOO_FAST * rows.height:
         progress.warn(
             f"{deployment.deployment_id}: {count:,} of {rows.height:,} step times are shorter than the rated speed of "
-            f"{deployment.context.gpu.name if deployment.context.gpu else 'the GPU'} allows, and are left out ({TOO_FAST}); check model, GPU and "
-            "tensor_parallel"
+            f"{deployment.context.gpu.name if deployment.context.gpu else 'the GPU'} allows, and are left out "
+            f"({TOO_FAST}); check model, GPU and tensor_parallel"
         )
 
 

@@ -29,7 +29,8 @@ def generate(
     compress: CompressOption = "none",
     progress: Progress | None = None,
 ) -> SynthResult:
-    """Generate one run and write it below `out`, with its truth: a folder per format, `json` (lines) or `protobuf` (framed).
+    """Generate one run and write it below `out`, with its truth: a folder per format, `json` (lines) or `protobuf`
+    (framed).
 
     Raises:
         UsageError: An option is out of range, or the folder cannot be written.
@@ -37,9 +38,7 @@ def generate(
     folder = location_of(out)
     (progress or NullProgress()).stage(f"generating {options.name}")
     run = synth(options)
-    first = write_run(
-        run, folder, formats=_FORMATS[formats], compress=None if compress == "none" else compress
-    )
+    first = write_run(run, folder, formats=_FORMATS[formats], compress=None if compress == "none" else compress)
     # With both formats, protobuf has a run folder of its own: one folder would have every span twice.
     twins = [first.with_name(f"{first.name}-proto")] if formats == "both" else []
     return SynthResult((first, *twins), requests=run.truth_requests.height, steps=run.truth_steps.height)

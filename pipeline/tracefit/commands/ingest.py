@@ -86,18 +86,19 @@ def ingest(
 ) -> IngestResult:
     """Read traces and write the tables of every run.
 
-    Known files are not decoded again. A run whose files are the same stays as it is; a run whose files have grown or become
-    more is brought up to date. The result is the same as if everything were read at once. Each run is written in one step;
-    after an interruption, run the command again to complete the work.
+    Known files are not decoded again. A run whose files are the same stays as it is; a run whose files have grown or
+    become more is brought up to date. The result is the same as if everything were read at once. Each run is written in
+    one step; after an interruption, run the command again to complete the work.
 
-    Memory hardly grows with the size of the files: each worker holds one range of a file at a time, and a few hundred bytes per
-    span of a whole run. `train` builds the `timeline` of a run with more than `BuildLimits.small_run_rows` events.
+    Memory hardly grows with the size of the files: each worker holds one range of a file at a time, and a few hundred
+    bytes per span of a whole run. `train` builds the `timeline` of a run with more than `BuildLimits.small_run_rows`
+    events.
 
     Args:
-        paths: Run folders, folders of run folders, trace files (files without a run configuration next to them form one run
-            together), patterns, `s3://`, `gs://` or `file://` URLs of these, or `-` for standard input.
-        out: The tables folder, or its `s3://` or `gs://` URL. One process at a time writes to a folder, and a second one waits. In a
-            bucket several processes can add different runs at the same time.
+        paths: Run folders, folders of run folders, trace files (files without a run configuration next to them form one
+            run together), patterns, `s3://`, `gs://` or `file://` URLs of these, or `-` for standard input.
+        out: The tables folder, or its `s3://` or `gs://` URL. One process at a time writes to a folder, and a second
+            one waits. In a bucket several processes can add different runs at the same time.
         server: Facts about the server in addition to the run's files.
         options: Which parts of the traces to keep.
         workers: Most processes that decode and build; one per core if not given.
@@ -107,8 +108,8 @@ def ingest(
     Raises:
         UsageError: A path, a configuration file or an option is wrong, the folder cannot be written, or another process
             has changed the same run in a bucket; the tables are as they were.
-        DataError: No run has vLLM spans, and nothing is written. If only some runs lack them, these are left out, and the
-            result names them.
+        DataError: No run has vLLM spans, and nothing is written. If only some runs lack them, these are left out, and
+            the result names them.
 
     Examples:
         >>> import tracefit
@@ -116,9 +117,7 @@ def ingest(
         >>> [(run.run_id, run.requests) for run in result.runs]
         [('busy', 100)]
     """
-    return ingest_and_hold(
-        paths, out, None, server, options, engine=open_engine(engine, workers), progress=progress
-    )
+    return ingest_and_hold(paths, out, None, server, options, engine=open_engine(engine, workers), progress=progress)
 
 
 def ingest_and_hold(
@@ -131,7 +130,9 @@ def ingest_and_hold(
     engine: AbstractContextManager[TaskEngine],
     progress: Progress | None,
 ) -> IngestResult:
-    """Ingest; see `ingest`. The folder stays locked until `held` is closed, so that what comes next is of these tables."""
+    """Ingest; see `ingest`. The folder stays locked until `held` is closed, so that what comes next is of these
+    tables.
+    """
     with open_inputs(paths, is_known=_known_traces(TableStore(out))) as inputs:
         return ingest_inputs(
             inputs, out, server or ServerOptions(), progress, options=options, engine=engine, held=held
@@ -166,7 +167,9 @@ def ingest_inputs(
     options: IngestOptions | None = None,
     held: ExitStack | None = None,
 ) -> IngestResult:
-    """Write the tables of runs, in their order; see `ingest`. `engine` is opened here, and `held` keeps the folder locked."""
+    """Write the tables of runs, in their order; see `ingest`. `engine` is opened here, and `held` keeps the folder
+    locked.
+    """
     progress, options = KeptWarnings(progress), options or IngestOptions()
     store = TableStore(out)
     # Every configuration is read before anything is written: a wrong one must not leave half a result.
@@ -206,9 +209,7 @@ def ingest_inputs(
     built = [run.rows.select(columns) for run in done if run.rows is not None]
     rows = pl.concat([rows_before.select(columns), *built])
     facts = {one["run_id"]: one for one in _by_run(rows).iter_rows(named=True)}
-    write_timelines(
-        store, [run_id for run_id, own in facts.items() if is_small(own["events"], options.build)]
-    )
+    write_timelines(store, [run_id for run_id, own in facts.items() if is_small(own["events"], options.build)])
     summaries = {run.run_id: _summary(run.context, facts[run.run_id]) for run in done}
     for text in left_out:
         progress.warn(text)
@@ -255,9 +256,7 @@ def _contexts(sources: Sequence[RunSource], server: ServerOptions) -> list[RunCo
             key = source  # a long log, or a file that cannot be read
         starts = _starts_of(source)
         if (named := repr((key, starts))) not in contexts_by_key:
-            contexts_by_key[named] = read_context(
-                configs, model_config, stated, gpu=server.gpu, starts=starts
-            )
+            contexts_by_key[named] = read_context(configs, model_config, stated, gpu=server.gpu, starts=starts)
         contexts.append(contexts_by_key[named])
     return contexts
 
@@ -317,7 +316,9 @@ def _model_warnings(run: RunIngest, models: str | None) -> list[str]:
 
 
 def _clocks_ahead(rows: pl.DataFrame) -> dict[str, list[tuple[str, float, float]]]:
-    """Return the servers of each run whose API has another clock than the core, how far it is ahead and to what error (us)."""
+    """Return the servers of each run whose API has another clock than the core, how far it is ahead and to what error
+    (us).
+    """
     clocks_of: dict[str, list[tuple[str, float, float]]] = {}
     for run_id, *clock in rows.select("run_id", "server", *_CLOCK_COLUMNS).drop_nulls().iter_rows():
         clocks_of.setdefault(run_id, []).append(tuple(clock))
@@ -337,9 +338,7 @@ def _warnings_of(
         texts.append(f"{run_id}: {SHARED_NAME}; {shared:,} steps of them were left out")
     if run.rejects:
         records = "1 record" if run.rejects == 1 else f"{run.rejects:,} records"
-        texts.append(
-            f"{run_id}: {records} could not be read ({_reasons(store, run_id)}); see the rejects table"
-        )
+        texts.append(f"{run_id}: {records} could not be read ({_reasons(store, run_id)}); see the rejects table")
     texts += [f"{run_id}: {text}" for text in run.unread]
     for server, ahead_us, error_us in ahead:
         side = "ahead of" if ahead_us > 0 else "behind"
@@ -349,8 +348,8 @@ def _warnings_of(
         )
     if run.implausible > shared:
         texts.append(
-            f"{run_id}: {run.implausible - shared:,} implausible values were left out ({_rules(facts['implausible'])}); "
-            "`tracefit inspect` counts them by rule, the rejects table lists them"
+            f"{run_id}: {run.implausible - shared:,} implausible values were left out "
+            f"({_rules(facts['implausible'])}); `tracefit inspect` counts them by rule, the rejects table lists them"
         )
     unmatched = json.loads(facts["events"]).get(UNMATCHED, 0)
     if unmatched and UNMATCHED not in (facts["implausible"] or ""):
@@ -369,14 +368,14 @@ def _warnings_of(
         )
     if settings.is_sglang and settings.async_scheduling is not False:
         of_sglang = [SOURCES.get(source.from_sglang, source) for source in sources]
-        texts += [
-            f"{run_id}: {text}" for text in dict.fromkeys(source.caution for source in of_sglang) if text
-        ]
+        texts += [f"{run_id}: {text}" for text in dict.fromkeys(source.caution for source in of_sglang) if text]
     return texts
 
 
 def _rules(implausible: str) -> str:
-    """Sum up the rules that values break, those that most break first; engines that share a name have a line of their own."""
+    """Sum up the rules that values break, those that most break first; engines that share a name have a line of their
+    own.
+    """
     rules: dict[str, int] = json.loads(implausible)
     rules.pop(SHARED_NAME, None)
     ordered = sorted(rules.items(), key=lambda rule: (-rule[1], rule[0]))
@@ -385,12 +384,12 @@ def _rules(implausible: str) -> str:
 
 
 def _reasons(store: TableStore, run_id: str) -> str:
-    """Sum up why records were rejected: "gzip data is cut" says that the rest of a file is not there, its one record does not."""
+    """Sum up why records were rejected: "gzip data is cut" says that the rest of a file is not there, its one record
+    does not.
+    """
     implausible = store.read("runs", [run_id], ["implausible"])["implausible"][0]
     rules = json.loads(implausible or "{}")
-    rejects = store.read("rejects", [run_id], ["reason", "count"]).filter(
-        ~pl.col("reason").is_in(list(rules))
-    )
+    rejects = store.read("rejects", [run_id], ["reason", "count"]).filter(~pl.col("reason").is_in(list(rules)))
     totals = rejects.group_by("reason").agg(pl.col("count").sum()).sort(-pl.col("count"), "reason")
     listed = [f"{count:,} {reason}" for reason, count in totals.head(_MOST_REJECT_REASONS).iter_rows()]
     return ", ".join([*listed, *(["…"] if totals.height > _MOST_REJECT_REASONS else [])])
@@ -423,9 +422,7 @@ def parse_assignments(texts: Iterable[str]) -> dict[str, object]:
                 hint="for example max_num_seqs=128",
             )
         _require_no_typo(key)
-        values[key.strip()] = parse_yaml(
-            value, where=f"{named(ServerOptions, 'settings')} {excerpt(key.strip())}"
-        )
+        values[key.strip()] = parse_yaml(value, where=f"{named(ServerOptions, 'settings')} {excerpt(key.strip())}")
     return values
 
 
@@ -435,14 +432,10 @@ def _require_no_typo(key: str) -> None:
     # A cutoff this high catches typos and lets settings of newer servers pass.
     meant = None if name in SETTING_NAMES else did_you_mean(name, SETTING_NAMES, cutoff=0.85)
     if meant:
-        raise UsageError(
-            f"{named(ServerOptions, 'settings')} {excerpt(key.strip())}: no such setting", hint=meant
-        )
+        raise UsageError(f"{named(ServerOptions, 'settings')} {excerpt(key.strip())}: no such setting", hint=meant)
 
 
-def plan_ingest(
-    paths: PathsArgument, out: IngestOutOption, *, options: IngestOptions | None = None
-) -> IngestPlan:
+def plan_ingest(paths: PathsArgument, out: IngestOutOption, *, options: IngestOptions | None = None) -> IngestPlan:
     """Return which files `ingest` would read from the same paths into the same folder. Nothing is written.
 
     Raises:
@@ -458,16 +451,12 @@ def plan_ingest(
 def _planned(source: RunSource, store: TableStore, options: IngestOptions) -> Iterator[PlannedFile]:
     manifest = store.manifest()
     run_id = resolve_run_id(manifest, source)
-    usable = usable_files(
-        manifest.runs.get(run_id), hash_of_kept(options), lambda: staged_parts(store.storage)
-    )
+    usable = usable_files(manifest.runs.get(run_id), hash_of_kept(options), lambda: staged_parts(store.storage))
     for file in source.trace_files:
         contents, entry = inspect_file(file), usable.get(file.key)
         # A file in a bucket that was written again may be the same all the same.
         is_same = unchanged(file, entry) or (
-            entry is not None
-            and file.filesystem is not None
-            and unchanged(file, entry, content_hash_of(file))
+            entry is not None and file.filesystem is not None and unchanged(file, entry, content_hash_of(file))
         )
         yield PlannedFile(
             run_id=run_id,

@@ -143,9 +143,7 @@ def _scopes(spans: pl.DataFrame) -> tuple[ScopeSpans, ...]:
     return tuple(ScopeSpans(scope, count, dialect) for (scope, dialect), count in counts.items())
 
 
-def _inspect_tables(
-    store: TableStore, files: dict[str, tuple[FileShape, ...]], progress: Progress
-) -> Inspection:
+def _inspect_tables(store: TableStore, files: dict[str, tuple[FileShape, ...]], progress: Progress) -> Inspection:
     facts: dict[str, RunFacts] = {}
     deployments: list[DeploymentInspection] = []
     for deployment, members in deployments_of(store.read("runs"), str(store.root)):
@@ -173,7 +171,9 @@ def _inspect_tables(
 
 
 def _whole_prompts(tables: Mapping[str, pl.DataFrame]) -> dict[str, float]:
-    """Return the servers whose spans show prefix-cache hits, as training finds them: tokens of prompts that are surely whole."""
+    """Return the servers whose spans show prefix-cache hits, as training finds them: tokens of prompts that are surely
+    whole.
+    """
     timeline = tables["timeline"]
     if REQUEST_SOURCE.name not in timeline["cycle_source"]:
         return {}
@@ -219,8 +219,8 @@ def _clock_check(disagreements: pl.DataFrame) -> Check:
 
 # -- evidence for models ---------------------------------------------------------------------------------
 #
-# Counts by name, so that those of several runs of one deployment add up: facts of the timeline and of the requests, and for each
-# target the rows that training would use and hold out.
+# Counts by name, so that those of several runs of one deployment add up: facts of the timeline and of the requests, and
+# for each target the rows that training would use and hold out.
 
 Evidence: TypeAlias = "Counter[str]"
 _STEP_TIME = "step time"
@@ -267,27 +267,19 @@ def _evidence(tables: Mapping[str, pl.DataFrame]) -> Evidence:
     return evidence
 
 
-def _rows(
-    target: str, frame: pl.DataFrame, time: str, step: str, counters: pl.DataFrame, *, idle: pl.Expr
-) -> Evidence:
+def _rows(target: str, frame: pl.DataFrame, time: str, step: str, counters: pl.DataFrame, *, idle: pl.Expr) -> Evidence:
     """Split the rows of a target as training does, and count those it would use."""
-    marked = frame.with_columns(
-        ts_ns=pl.col(time), excluded_reason=pl.when(idle).then(pl.lit(splits.IDLE_GAP))
-    )
+    marked = frame.with_columns(ts_ns=pl.col(time), excluded_reason=pl.when(idle).then(pl.lit(splits.IDLE_GAP)))
     # The same split and marks as in training: the counts are those that a fit would see.
     split = splits.mark_warm_up(splits.split_by_time(marked), counters, step)
-    return Counter(
-        {f"{target}, {part}": splits.counted_rows(split, part).height for part in ("train", "holdout")}
-    )
+    return Counter({f"{target}, {part}": splits.counted_rows(split, part).height for part in ("train", "holdout")})
 
 
 _Judgement: TypeAlias = "tuple[Allowed, str]"
 """A verdict and its reason."""
 
 
-def _allowances(
-    e: Evidence, context: RunContext, unknown: str, hits: Mapping[str, float]
-) -> tuple[Allowance, ...]:
+def _allowances(e: Evidence, context: RunContext, unknown: str, hits: Mapping[str, float]) -> tuple[Allowance, ...]:
     """Return which models the counts of one deployment allow, in reading order."""
     waits = {target.title: _wait(e, target) for target in targets.TARGETS}
     judged = {
@@ -332,9 +324,7 @@ def _step_time(e: Evidence, unknown: str) -> _Judgement:
 
 def _without_steps(e: Evidence) -> _Judgement:
     """Say that no step is known; the remedy for an unmodified server is in the reason of the step time."""
-    return "no", f"no step is known; {step_remedy(stock=False)}" if e[
-        "instrumented_runs"
-    ] else "no step is known"
+    return "no", f"no step is known; {step_remedy(stock=False)}" if e["instrumented_runs"] else "no step is known"
 
 
 def _durations(e: Evidence) -> _Judgement:
@@ -353,9 +343,7 @@ def _composition(e: Evidence, hits: Mapping[str, float]) -> _Judgement:
             "every step, from the times of the requests, but prompt tokens in the cache count too",
         )
     if e["complete_runs"] and e["complete_runs"] == e["runs"]:
-        agree = (
-            f"{_share(e['agreeing_steps'], e['compared_steps'])} of sampled steps agree with their summary"
-        )
+        agree = f"{_share(e['agreeing_steps'], e['compared_steps'])} of sampled steps agree with their summary"
         counted = "the times of the requests (assumed: every request has a span)"
         source = counted if e[REQUEST_SOURCE.name] else "complete journeys"
         return "yes", f"every step, from {source}" + (f"; {agree}" if e["compared_steps"] else "")
@@ -371,7 +359,10 @@ def _context(e: Evidence) -> _Judgement:
         if e["logged_steps"]:
             return (
                 "no",
-                f"the log does not have them; {context_remedy(*(e[n] for n in ('requests', 'prompt_tokens', 'prompts', 'computed_tokens')))}",
+                (
+                    "the log does not have them; "
+                    f"{context_remedy(*(e[n] for n in ('requests', 'prompt_tokens', 'prompts', 'computed_tokens')))}"
+                ),
             )
         if not e["instrumented_runs"]:
             return _without_steps(e)

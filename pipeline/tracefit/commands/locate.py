@@ -1,4 +1,5 @@
-"""Find models and tables below a folder that a command wrote (users name OUT of `tracefit run`), and choose a deployment.
+"""Find models and tables below a folder that a command wrote (users name OUT of `tracefit run`), and choose a
+deployment.
 
 `predict` only looks for models, and is quick without polars: code that opens tables is imported where it is needed.
 """
@@ -63,7 +64,8 @@ def tables_of(models: str | Path) -> Path:
 
 
 def published_replays(models: str | Path, deployment: DeploymentModels) -> tuple[RunReplay, ...]:
-    """Return the replays of a deployment's runs from the evaluation in the models' folder or beside it; none without one.
+    """Return the replays of a deployment's runs from the evaluation in the models' folder or beside it; none without
+    one.
 
     Raises:
         UsageError: The evaluation is damaged.
@@ -92,7 +94,8 @@ def trained_tables(models: str | Path, tables: str | Path | None) -> TableStore:
 def scan(folder: str | Path, table: str, *, run: str | None = None) -> pl.LazyFrame:
     """Return a table as a lazy polars frame; a query reads only the columns and rows it needs.
 
-    `scan(...).collect()` is a polars frame, whose methods `to_pandas()` and `to_arrow()` make frames of these libraries.
+    `scan(...).collect()` is a polars frame, whose methods `to_pandas()` and `to_arrow()` make frames of these
+    libraries.
 
     Args:
         folder: Tables, or the folder that `run` wrote.
@@ -121,7 +124,8 @@ def scan(folder: str | Path, table: str, *, run: str | None = None) -> pl.LazyFr
 
 
 def choose_deployment(models: Models, deployment: str | None, run: str | None) -> str | None:
-    """Return the id of the deployment that was trained on a run; without a run, return `deployment`, an id or a part of one.
+    """Return the id of the deployment that was trained on a run; without a run, return `deployment`, an id or a part of
+    one.
 
     Raises:
         UsageError: No deployment was trained on the run, or the deployment that was is another one.

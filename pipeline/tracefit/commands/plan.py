@@ -90,16 +90,14 @@ _SLO_NAME = re.compile(r"(ttft|itl|e2e)_p(\d{1,2}(?:\.\d{1,3})?)")
 _ArrivalsOption = Literal["poisson", "traced"]
 _DAY = ("window_s", "scale_up_s", "scale_step")
 _GROWS = (
-    "at {rate} requests per second the queues grow if steps take as long as planned: latencies are open, and only if they take less "
-    "are they as at the low ends"
+    "at {rate} requests per second the queues grow if steps take as long as planned: latencies are open, and only if "
+    "they take less are they as at the low ends"
 )
 _NEAR_CAPACITY = (
-    "{rate} requests per second are more than {share} % of the capacity: how long the queue gets depends on some percent of the capacity, "
-    "which the models do not know so well, and latencies other than ITL have no high end"
+    "{rate} requests per second are more than {share} % of the capacity: how long the queue gets depends on some "
+    "percent of the capacity, which the models do not know so well, and latencies other than ITL have no high end"
 )
-_NOT_SURE = (
-    "no number of servers is sure to be enough: at the high end of the interval the objectives hold nowhere"
-)
+_NOT_SURE = "no number of servers is sure to be enough: at the high end of the interval the objectives hold nowhere"
 _ROUTED = {
     "random": "requests go to servers at random, as behind a plain load balancer",
     "round_robin": "requests go to servers in turn",
@@ -108,7 +106,10 @@ MOST_DEPLOYMENTS = 4
 """Deployments for whose rates a training waits: each takes some seconds."""
 _OF_A_REPORT = 600
 """Requests of one replay for a report: half as exact as a plan, and twice as quick."""
-_OWN = "step times are those of {now}: `tracefit transfer` computes those of another server, or record one; then plan with its folder beside this one"
+_OWN = (
+    "step times are those of {now}: `tracefit transfer` computes those of another server, or record one; then "
+    "plan with its folder beside this one"
+)
 _REFUSED_SETTINGS: Mapping[str, str] = {
     **dict.fromkeys(
         (
@@ -203,7 +204,9 @@ def plans_of(
 
 
 def ranked(plans: Sequence[ServerPlan], asked: PlanQuestion) -> tuple[RankedServers, ...]:
-    """Return the kinds of server that carry a rate, the cheapest first: by price, or by GPUs where some price is not stated."""
+    """Return the kinds of server that carry a rate, the cheapest first: by price, or by GPUs where some price is not
+    stated.
+    """
     if (asked.rate is None and asked.day is None) or asked.servers is not None or len(plans) < 2:
         return ()
     found = [_costed(one, asked.price) for one in plans if one.reason is None and one.servers]
@@ -216,8 +219,7 @@ def ranked(plans: Sequence[ServerPlan], asked: PlanQuestion) -> tuple[RankedServ
 
     least = min(map(cost, found), default=0.0)
     return tuple(
-        replace(one, ties=cost(one, low=True) <= least)
-        for one in sorted(found, key=lambda one: (cost(one), one.name))
+        replace(one, ties=cost(one, low=True) <= least) for one in sorted(found, key=lambda one: (cost(one), one.name))
     )
 
 
@@ -265,11 +267,7 @@ def draw_plans(plans: Iterable[ServerPlan], path: Path) -> None:
     figures = tuple(filter(None, (day_figure(one) or plan_figure(one) for one in plans)))
     if not figures:
         raise DataError("there is nothing to draw: no deployment could be planned")
-    title = (
-        "Servers over the day"
-        if any(one.day for one in plans)
-        else "Servers and their latencies over the rate"
-    )
+    title = "Servers over the day" if any(one.day for one in plans) else "Servers and their latencies over the rate"
     write_files({path: html_page(Report(title, "", figures))})
 
 
@@ -317,7 +315,10 @@ def _check(asked: PlanQuestion) -> None:
     _hits_pct(asked.requests.prefix_hits)
     if is_day and asked.requests.prefix_hits != "traced":
         raise UsageError(
-            f"{named(LoadOptions, 'prefix_hits')} {asked.requests.prefix_hits}: a file of arrivals has the hits of each request",
+            (
+                f"{named(LoadOptions, 'prefix_hits')} {asked.requests.prefix_hits}: a file of arrivals has the hits of "
+                "each request"
+            ),
             hint="put them in its column cached_prompt_tokens",
         )
     if is_day:
@@ -517,9 +518,7 @@ def rates_of(store: TableStore, models: Models, replays: Sequence[RunReplay]) ->
     return rates
 
 
-def _with_servers(
-    plan_: ServerPlan, fleet: Fleet, asked: PlanQuestion, errors: Mapping[str, float]
-) -> ServerPlan:
+def _with_servers(plan_: ServerPlan, fleet: Fleet, asked: PlanQuestion, errors: Mapping[str, float]) -> ServerPlan:
     objectives, names, rate = asked.objectives, _names(asked, fleet), asked.rate
     servers = asked.servers or max(1, math.ceil((rate or 0.0) / (0.8 * fleet.capacity)))
     curve = curve_of(fleet, servers, errors)
@@ -532,9 +531,7 @@ def _with_servers(
         if fewest is None:
             return replace(plan_, reason=_too_slow(curve, objectives), curve=_points(curve, 1, fleet, names))
         servers, curve = fewest
-        least, likely = (
-            _servers(curve.largest_rate(objectives, high=h), rate, servers) for h in (False, None)
-        )
+        least, likely = (_servers(curve.largest_rate(objectives, high=h), rate, servers) for h in (False, None))
         plan_ = replace(plan_, servers_low=least, servers_likely=likely)
         is_sure = curve.largest_rate(objectives, high=True) * servers >= rate * (1 - 1e-9)
         notes += [] if is_sure else [_NOT_SURE]
@@ -599,8 +596,8 @@ def _no_rate(plan_: ServerPlan, rate: float) -> str:
     ends = (number(plan_.capacity_low), number(plan_.capacity_high))
     between = f" ({ends[0]} to {ends[1]})" if ends[0] != ends[1] else ""
     return (
-        f"the capacity of {plural(plan_.servers or 1, 'server')} is {number(plan_.capacity_per_s)} requests per second{between}: "
-        f"at {number(rate)} their queues only grow"
+        f"the capacity of {plural(plan_.servers or 1, 'server')} is {number(plan_.capacity_per_s)} requests per "
+        f"second{between}: at {number(rate)} their queues only grow"
     )
 
 
@@ -610,17 +607,16 @@ def _priced(plan_: ServerPlan, at: PlanPoint, fleet: Fleet, price: float) -> Ser
     per_million = 1e6 * price * gpus / 3600 / at.output_tokens_per_s
     of_output = float(fleet.sample.output_tokens.mean())
     share = of_output / (of_output + float(fleet.sample.prompt_tokens.mean()))
-    return replace(
-        plan_, cost_per_million_output_tokens=per_million, cost_per_million_tokens=per_million * share
-    )
+    return replace(plan_, cost_per_million_output_tokens=per_million, cost_per_million_tokens=per_million * share)
 
 
 def _limits_of(fleet: Fleet) -> Iterator[str]:
     """Yield where the models contradict the recording, and how much the machine's speed changed in it."""
     if fleet.pace < 1:
         yield (
-            f"the models contradict the recording: by them one server serves {number(fleet.modelled_capacity)} requests per second, "
-            f"and it carried {number(fleet.capacity)}: that is the bound, and all step times are {percent(100 * (1 - fleet.pace))} % shorter"
+            f"the models contradict the recording: by them one server serves {number(fleet.modelled_capacity)} "
+            f"requests per second, and it carried {number(fleet.capacity)}: that is the bound, and all step times are "
+            f"{percent(100 * (1 - fleet.pace))} % shorter"
         )
     model = fleet.deployment.step_model
     if (speed := model.validation and model.validation.speed) and speed.adjusted:
@@ -641,13 +637,17 @@ def _names(asked: PlanQuestion, fleet: Fleet) -> tuple[str, ...]:
         kept = tuple(name for name in kept if name.startswith("itl"))
         if lost := [o.name for o in asked.objectives if o.name not in kept]:
             raise DataError(
-                f"{named(ObjectivesOption)} {lost[0].removesuffix('_ms')}: no source of this server's model has steps with prompts, so that "
-                "only ITL is planned",
-                hint=f"give a source with prompts, or some minutes of the server's traces: `tracefit transfer … {flag_of(CalibrateOption)}`",
+                f"{named(ObjectivesOption)} {lost[0].removesuffix('_ms')}: no source of this server's model has steps "
+                "with prompts, so that only ITL is planned",
+                hint=(
+                    "give a source with prompts, or some minutes of the server's traces: `tracefit transfer … "
+                    f"{flag_of(CalibrateOption)}`"
+                ),
             )
     if lost := [o.name for o in asked.objectives if o.name not in kept]:
         raise UsageError(
-            f"{named(ObjectivesOption)} {lost[0].removesuffix('_ms')}: nearly every request has one output token, and no ITL"
+            f"{named(ObjectivesOption)} {lost[0].removesuffix('_ms')}: nearly every request has one output token, "
+            "and no ITL"
         )
     return kept
 
@@ -741,7 +741,9 @@ def _settings(
 
 
 def _traced(store: TableStore | None, deployment: DeploymentModels) -> tuple[pl.DataFrame, pl.LazyFrame]:
-    """Return the complete requests of a deployment's runs with the share that was traced, and its steps; empty without tables."""
+    """Return the complete requests of a deployment's runs with the share that was traced, and its steps; empty without
+    tables.
+    """
     training = deployment.step_model.training
     runs = sorted(set(training.runs if training else ()) & set(store.runs() if store else ()))
     if store is None or not runs:
@@ -778,9 +780,7 @@ def _requests(
     if longest is not None:
         fit = rows.filter(pl.col("prompt") + pl.col("output") <= float(str(longest)))
         if lost := rows.height - fit.height:
-            notes.append(
-                f"{lost} of {rows.height} requests are longer than max_model_len: the server refuses them"
-            )
+            notes.append(f"{lost} of {rows.height} requests are longer than max_model_len: the server refuses them")
         rows = fit
     if not rows.height:
         raise UsageError("no request is left to plan for", hint=_give_requests())
@@ -831,7 +831,10 @@ def _arrivals(engines: Sequence[Integers], options: LoadOptions) -> tuple[Planne
         gaps = np.concatenate([relative_gaps(at) for at in engines]) if engines else np.zeros(0)
         if len(gaps) < GAP_BLOCK:
             raise DataError(
-                f"{len(gaps)} gaps between arrivals at steady rates are known, {GAP_BLOCK} are needed to draw traced arrivals",
+                (
+                    f"{len(gaps)} gaps between arrivals at steady rates are known, {GAP_BLOCK} are needed to draw "
+                    "traced arrivals"
+                ),
                 hint=f"leave out {named(LoadOptions, 'arrivals')} traced, or give {named(LoadOptions, 'burstiness')}",
             )
         return PlannedArrivals("traced", None, False, *known), gaps
@@ -840,7 +843,9 @@ def _arrivals(engines: Sequence[Integers], options: LoadOptions) -> tuple[Planne
 
 
 def _rows(traced: pl.DataFrame, options: LoadOptions) -> tuple[pl.DataFrame, str, list[Integers]]:
-    """Return lengths (`prompt`, `output`, `cached`), where they come from, and the arrivals at each engine in ns, if they are known."""
+    """Return lengths (`prompt`, `output`, `cached`), where they come from, and the arrivals at each engine in ns, if
+    they are known.
+    """
     engines: list[Integers] = []
     if options.file is not None:
         rows, engines = _of_file(Path(options.file))
@@ -898,9 +903,7 @@ def _with_hits(rows: pl.DataFrame, stated: str, settings: EngineSettings) -> pl.
     return rows.with_columns(cached=pl.min_horizontal(cached, pl.col("prompt") - 1))
 
 
-def _drafts(
-    settings: EngineSettings, options: LoadOptions, measured: Acceptance | None
-) -> PlannedDrafts | None:
+def _drafts(settings: EngineSettings, options: LoadOptions, measured: Acceptance | None) -> PlannedDrafts | None:
     """Return the speculative decoding of a plan; null without."""
     if settings.tokens_per_step == 1 and measured is None:
         return None
@@ -913,11 +916,14 @@ def _notes_on(drafts: PlannedDrafts | None) -> Iterator[str]:
         return
     if drafts.measured is None:
         yield (
-            f"the steps were recorded without drafts, so that the time to make and to verify them is in none: with {number(drafts.tokens_per_step)} "
-            "tokens a step, latencies are at least these"
+            "the steps were recorded without drafts, so that the time to make and to verify them is in none: with "
+            f"{number(drafts.tokens_per_step)} tokens a step, latencies are at least these"
         )
     else:
-        yield f"a step gave each request {number(drafts.measured)} tokens in the recording, not {number(drafts.tokens_per_step)}"
+        yield (
+            f"a step gave each request {number(drafts.measured)} tokens in the recording, not "
+            f"{number(drafts.tokens_per_step)}"
+        )
 
 
 def _of_file(path: Path) -> tuple[pl.DataFrame, list[Integers]]:
@@ -940,7 +946,9 @@ def _of_file(path: Path) -> tuple[pl.DataFrame, list[Integers]]:
 
 
 def _errors(replays: Sequence[RunReplay], names: Iterable[str]) -> dict[str, float]:
-    """Return name of a percentile to the largest factor by which replays were off, at the nearest measured percentile."""
+    """Return name of a percentile to the largest factor by which replays were off, at the nearest measured
+    percentile.
+    """
     factors = {}
     for name in names:
         latency, _, q = name.removesuffix("_ms").partition("_p")

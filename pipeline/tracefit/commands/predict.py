@@ -38,7 +38,8 @@ def predict(
 
     Args:
         models: Loaded coefficient files, a file, or a folder that `train` or `run` wrote.
-        rows: The file, a frame of any library that narwhals supports, or one mapping per row; the columns are the arguments of `Models.predict_step` or `predict_request`, or a model's features.
+        rows: The file, a frame of any library that narwhals supports, or one mapping per row; the columns are the
+            arguments of `Models.predict_step` or `predict_request`, or a model's features.
         of: `step`, `request`, or a model's name such as `alpha.queue_wait`.
         deployment: See `Models.deployment`.
         run: A run of the deployment, instead of its id.
@@ -46,7 +47,8 @@ def predict(
         progress: Receives a warning that names columns which no model reads; without it, Python warns.
 
     Raises:
-        UsageError: The file cannot be read or written, lacks what the model needs, or has a row that describes nothing the
+        UsageError: The file cannot be read or written, lacks what the model needs, or has a row that describes nothing
+            the
             server runs: the first one is named, and no row is predicted.
 
     Examples:

@@ -54,8 +54,4 @@ def checked_prices(prices: Prices) -> Prices:
     for value in prices.values() if isinstance(prices, Mapping) else (prices,):
         if not 0 <= value < math.inf:
             raise UsageError(f"{named(PriceOption)} {value:g}: is out of range", hint="at least 0")
-    return (
-        {find_gpu(name).name: value for name, value in prices.items()}
-        if isinstance(prices, Mapping)
-        else prices
-    )
+    return {find_gpu(name).name: value for name, value in prices.items()} if isinstance(prices, Mapping) else prices

@@ -76,14 +76,16 @@ def receive(
 ) -> ReceiveResult:
     """Listen for OTLP traces and write them to run folders below `out`, until SIGTERM, SIGINT or `stop_after_s`.
 
-    A request is acknowledged when its spans are on disk, so that nothing acknowledged is lost, even if the process is killed.
+    A request is acknowledged when its spans are on disk, so that nothing acknowledged is lost, even if the process is
+    killed.
 
     Args:
         out: Folder of run folders; one is made for each `service.name` that sends.
         server: Facts about the servers; they go into each run's exp-config.yaml and config.json.
         options: Where to listen, which senders are allowed, and which spans are kept.
         live: Show incoming spans on the terminal.
-        models: Coefficient files of the servers: how far off their step times are is shown on the terminal and in the metrics.
+        models: Coefficient files of the servers: how far off their step times are is shown on the terminal and in the
+            metrics.
         deployment: See `Models.deployment`.
         listening: Called once both ports are open.
         progress: Receives warnings about missing parts of the traces.
@@ -211,7 +213,8 @@ class _StepModel:
         from tracefit.models.frames import predict_steps  # noqa: PLC0415
 
         block_tokens = self._models.server["block_size"]
-        # A summary has no context: it follows from the KV blocks in use, as these follow from it in `describe.STEP_COLUMNS`.
+        # A summary has no context: it follows from the KV blocks in use, as these follow from it in
+        # `describe.STEP_COLUMNS`.
         requests = pl.col("num_decode_reqs") + pl.col("num_prefill_reqs")
         cached = (pl.col("kv_blocks_used") - requests / 2) * block_tokens - pl.col("prefill_tokens")
         schema = dict.fromkeys(ObservedStep._fields, pl.Float64)
@@ -329,16 +332,12 @@ class _Receiver:
             refused=self._observed.refusals.total,
             refused_by_cause=dict(self._observed.refusals.counts.items()),
             dropped_events=self._observed.dropped_events,
-            received_from=tuple(
-                ReceivedFrom(s.service, s.instance, spans) for s, spans in senders.spans.most_common()
-            ),
+            received_from=tuple(ReceivedFrom(s.service, s.instance, spans) for s, spans in senders.spans.most_common()),
             forgotten_senders=senders.forgotten,
             forgotten_spans=senders.forgotten_spans,
             warnings=tuple(self._warnings),
             recorded_from=tuple(
-                RecordedFrom(
-                    s.endpoint, s.records, s.lost_messages, s.refused.total(), dict(s.refused.items())
-                )
+                RecordedFrom(s.endpoint, s.records, s.lost_messages, s.refused.total(), dict(s.refused.items()))
                 for s in (self._recorder.publishers if self._recorder is not None else ())
             ),
         )

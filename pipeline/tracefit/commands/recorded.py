@@ -28,7 +28,9 @@ _MOST_SPREAD = 0.9
 
 
 def complete_requests(store: TableStore, runs: Iterable[str]) -> pl.DataFrame:
-    """Return the requests of some runs that ran to their end and have lengths; `sampling` is the share that was traced."""
+    """Return the requests of some runs that ran to their end and have lengths; `sampling` is the share that was
+    traced.
+    """
     known = pl.col("arrival_ns", "prompt_tokens", "output_tokens").is_not_null()
     complete = pl.col("finish_status").fill_null("stopped").is_in(["stopped", "length"])
     rows = store.read("requests", list(runs), _RECORDED_COLUMNS).filter(pl.all_horizontal(known), complete)
@@ -76,9 +78,7 @@ def recorded_load(store: TableStore, runs: Iterable[str]) -> RecordedLoad | None
     rates, over_s = _carried(traced), CARRIED_S
     if not rates:
         rates, over_s = _mean_rates(traced)
-    together = [
-        sum(rate for key, rate in rates.items() if key[0] == run) for run in {key[0] for key in rates}
-    ]
+    together = [sum(rate for key, rate in rates.items() if key[0] == run) for run in {key[0] for key in rates}]
     return RecordedLoad(
         carried_per_s=max(rates.values(), default=None),
         carried_together_per_s=max(together, default=None),
@@ -92,7 +92,9 @@ def recorded_load(store: TableStore, runs: Iterable[str]) -> RecordedLoad | None
 
 
 def _mean_rates(traced: pl.DataFrame) -> tuple[dict[tuple[object, ...], float], float]:
-    """Return the mean rate of requests at each engine, from the first arrival to the last end, and the longest time of one in s."""
+    """Return the mean rate of requests at each engine, from the first arrival to the last end, and the longest time of
+    one in s.
+    """
     share = float(traced["sampling"][0])
     took = pl.max_horizontal("arrival_ns", "finished_ns").max() - pl.col("arrival_ns").min()
     spans = {
@@ -104,5 +106,7 @@ def _mean_rates(traced: pl.DataFrame) -> tuple[dict[tuple[object, ...], float], 
 
 
 def _spread(sd: float, mean: float) -> float:
-    """Return half the width of a uniform distribution over its mean, at most `_MOST_SPREAD`; its standard deviation is width / sqrt(12)."""
+    """Return half the width of a uniform distribution over its mean, at most `_MOST_SPREAD`; its standard deviation is
+    width / sqrt(12).
+    """
     return min(math.sqrt(3) * sd / mean, _MOST_SPREAD) if mean > 0 else 0.0

@@ -1,4 +1,6 @@
-"""Replay the held-out part of runs in a closed loop: the latencies of a load from its arrivals and lengths, and as measured."""
+"""Replay the held-out part of runs in a closed loop: the latencies of a load from its arrivals and lengths, and as
+measured.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,8 @@ if TYPE_CHECKING:
     from tracefit.options import ReplayedArgument, ReplayedRunOption
 
 MOST_READ = 40_000
-"""Requests of a server that a replay reads. Half come before the held-out part, for its medians and the requests in flight."""
+"""Requests of a server that a replay reads. Half come before the held-out part, for its medians and the requests in
+flight."""
 
 MOST_COMPARED_REQUESTS = 10_000
 """Held-out requests that a training replays, over all runs: some seconds. `tracefit replay` has no such limit."""
@@ -60,9 +63,7 @@ def replay_runs(
     models, store = load(find_models(folder)), TableStore(tables_of(folder)).require()
     runs = store.runs()
     if run is not None and run not in runs:
-        raise UsageError(
-            f"there is no run {run}", where=str(folder), hint=known_names(run, runs, title="runs")
-        )
+        raise UsageError(f"there is no run {run}", where=str(folder), hint=known_names(run, runs, title="runs"))
     progress = progress or NullProgress()
     replays = []
     for one in [run] if run else runs:
@@ -72,10 +73,10 @@ def replay_runs(
 
 
 def replay_all(store: TableStore, models: Models, runs: Iterable[str]) -> tuple[RunReplay, ...]:
-    """Replay runs one after the other until `MOST_COMPARED_REQUESTS` requests have been compared; the others have that reason."""
-    reason = (
-        f"a training replays {MOST_COMPARED_REQUESTS:,} requests; `tracefit replay` compares all of a run"
-    )
+    """Replay runs one after the other until `MOST_COMPARED_REQUESTS` requests have been compared; the others have that
+    reason.
+    """
+    reason = f"a training replays {MOST_COMPARED_REQUESTS:,} requests; `tracefit replay` compares all of a run"
     replays: list[RunReplay] = []
     for one in runs:
         is_done = sum(r.requests for r in replays) >= MOST_COMPARED_REQUESTS
@@ -99,9 +100,7 @@ def _run(store: TableStore, models: Models, run_id: str) -> RunReplay:
     return replay_run(run_id, traces, deployment)
 
 
-def replay_new(
-    store: TableStore, deployment: DeploymentModels, run_id: str, factors: Sequence[float]
-) -> NewReplay:
+def replay_new(store: TableStore, deployment: DeploymentModels, run_id: str, factors: Sequence[float]) -> NewReplay:
     """Replay a run that a deployment's models were not fitted on, once for each factor on the step times."""
     requests = store.scan("requests", [run_id])
     arrivals = requests.select("server", "arrival_ns").drop_nulls().collect(engine="streaming")
@@ -115,7 +114,9 @@ def replay_new(
 
 
 def _requests_near(store: TableStore, run_id: str, cuts: Mapping[str, int]) -> pl.DataFrame:
-    """Read the requests of a run; of a server with very many, those that arrive near its cut or are in the engine then."""
+    """Read the requests of a run; of a server with very many, those that arrive near its cut or are in the engine
+    then.
+    """
     arrivals = store.read("requests", [run_id], ["server", "arrival_ns"]).drop_nulls()
     if arrivals.height <= MOST_READ:
         return store.read("requests", [run_id], LOOP_REQUEST_COLUMNS)

@@ -56,7 +56,8 @@ NO_PAGE = "report.html is left out: it needs plotly and jinja2 (pip install 'tra
 _PREDICTED_POINTS = 20
 """Points of a benchmark that a report predicts: each is a replay of a second or so."""
 _DETAIL = ((250, None), (120, None), (60, None), (60, 8), (60, 4), (60, 2), (60, 0))
-"""Points per series, and deployments that are drawn (null for all): the first pair that keeps the page small enough is used."""
+"""Points per series, and deployments that are drawn (null for all): the first pair that keeps the page small enough is
+used."""
 
 
 def report(
@@ -71,15 +72,16 @@ def report(
 
     Args:
         folder: Folder with evaluation.json, and with alpha.json and beta.json in it or in its `models/`.
-        tables: The tables folder; `folder`/tables if not given. Without tables the report has no figures of single rows.
+        tables: The tables folder; `folder`/tables if not given. Without tables the report has no figures of single
+            rows.
         out: Where to write; `folder` if not given.
-        slo_ms: The longest time, in ms, that each latency (`ttft`, `itl`, `e2e`) should take. The figures draw it as a line, and
-            the goodput counts requests that meet all of these.
+        slo_ms: The longest time, in ms, that each latency (`ttft`, `itl`, `e2e`) should take. The figures draw it as a
+            line, and the goodput counts requests that meet all of these.
         progress: Receives reports on the progress.
 
     Raises:
-        UsageError: A file is missing or does not match its schema, an objective names no latency or is not positive, or the
-            report cannot be written.
+        UsageError: A file is missing or does not match its schema, an objective names no latency or is not positive, or
+            the report cannot be written.
 
     Examples:
         >>> import tracefit
@@ -97,9 +99,7 @@ def report(
     store = TableStore(tables or folder / "tables")
     if tables is not None:
         store.require()
-    made = report_of(
-        evaluation, alpha, beta, store if store.runs() else None, slo_ms=objectives, progress=progress
-    )
+    made = report_of(evaluation, alpha, beta, store if store.runs() else None, slo_ms=objectives, progress=progress)
     texts = report_texts(made, location_of(out or folder), progress)
     write_files(texts)
     # A terminal shows no marks of Markdown, and a program has no use for them.
@@ -145,8 +145,8 @@ def report_of(
 ) -> DrawnReport:
     """Build the report of published files, with figures of rows where there are tables.
 
-    With many deployments fewer points are drawn, and figures of the last deployments are left out, so that the page stays within
-    `page_bytes`.
+    With many deployments fewer points are drawn, and figures of the last deployments are left out, so that the page
+    stays within `page_bytes`.
     """
     models = (*beta.models, *alpha.models)
     traced = _traced(evaluation, store) if store is not None else None
@@ -176,7 +176,9 @@ def report_of(
 
 
 def _points(alpha: CoefficientFile, beta: CoefficientFile, store: TableStore) -> Section | None:
-    """Return the section on the points of a benchmark in the tables, the first of them with predictions; null without any."""
+    """Return the section on the points of a benchmark in the tables, the first of them with predictions; null without
+    any.
+    """
     if not points_stated(store.read("runs")):
         return None
     rows = rows_in_order(store.read("points"))
@@ -234,9 +236,7 @@ def _goodput(evaluation: Evaluation, store: TableStore, slo_ms: Mapping[str, flo
     columns = ["run_id", "dialect", *latencies, "output_tokens", "finish_status"]
     stored = set(store.runs())
     goodput = {}
-    for run in (
-        run for deployment in evaluation.deployments for run in deployment.served if run.name in stored
-    ):
+    for run in (run for deployment in evaluation.deployments for run in deployment.served if run.name in stored):
         requests = with_clients_latencies(store.read("requests", [run.name], columns))
         good = requests.filter(~is_cut_off(), *within).height
         goodput[run.name] = Goodput(100 * good / run.requests, good / run.seconds if run.seconds else None)

@@ -1,4 +1,5 @@
-"""Bring the tables of many runs up to date at once: which files are read, which blocks are decoded next, and which runs are built.
+"""Bring the tables of many runs up to date at once: which files are read, which blocks are decoded next, and which runs
+are built.
 
 A file with the same name, size and hash as in the manifest is not decoded again; any other file is. The largest run is
 read first, for its tables are built by one worker: the others have work until then. A run is built as soon as its last
@@ -61,13 +62,15 @@ _WORK_PER_BUILD = 2
 """About the times that decoding and building some bytes take as long as building them."""
 
 _BUILD_BLOCKS = 3
-"""Small runs are built together up to the size of this many blocks, because each job has a fixed cost; one more block adds about 40 MiB to the peak."""
+"""Small runs are built together up to the size of this many blocks, because each job has a fixed cost; one more block
+adds about 40 MiB to the peak."""
 
 _SPAN_BYTES = 512
 """About the bytes in memory of a span and its events."""
 
 _PUBLISHING_SHARE = 0.1
-"""Largest share of the time that goes into writing the manifest, which grows with the runs: meanwhile, finished runs wait."""
+"""Largest share of the time that goes into writing the manifest, which grows with the runs: meanwhile, finished runs
+wait."""
 
 
 def usable_files(run: IngestedRun | None, options: str, there: Callable[[], set[str]]) -> dict[str, ReadFile]:
@@ -87,7 +90,8 @@ def usable_files(run: IngestedRun | None, options: str, there: Callable[[], set[
 def unchanged(file: TraceFile, entry: ReadFile | None, sha256: str | None = None) -> ReadFile | None:
     """Return the manifest's entry of a file, with its present time of change, if its content is the same.
 
-    It is the same with an equal size and time; with another time, a file on disk is hashed, one in a bucket only if `sha256` is its hash.
+    It is the same with an equal size and time; with another time, a file on disk is hashed, one in a bucket only if
+    `sha256` is its hash.
 
     Raises:
         UsageError: It cannot be read.
@@ -156,11 +160,12 @@ def _stored_at_location_of(manifest: Manifest, source: RunSource) -> str | None:
 
 
 def _has_files_of(run: IngestedRun, source: RunSource, hashes: Callable[[], set[str]]) -> bool:
-    """Return whether each file of a stored run is in the source, under its name or with its content, or was rotated away.
+    """Return whether each file of a stored run is in the source, under its name or with its content, or was rotated
+    away.
 
     Files were rotated away if they do not exist any more, and another one of the run is in the source with its content,
-    or begins with it. `hashes` gives the hashes of the source's files, which takes long. Bytes of a pipe, and files that an
-    earlier version stored under a relative name, are compared by content only.
+    or begins with it. `hashes` gives the hashes of the source's files, which takes long. Bytes of a pipe, and files
+    that an earlier version stored under a relative name, are compared by content only.
     """
     files = {file.location: file for file in source.trace_files if file.location}
     missing = [entry for entry in run.files if entry.path not in files]
@@ -201,7 +206,9 @@ class FilePiece:
 
 @dataclass(slots=True, eq=False)
 class _FileIngest:
-    """A file being read: its hash or the object that computes it, the rejects in decoded pieces, and the pieces read so far."""
+    """A file being read: its hash or the object that computes it, the rejects in decoded pieces, and the pieces read so
+    far.
+    """
 
     file: TraceFile
     content: ContentHash | str
@@ -273,9 +280,7 @@ class IngestScheduler:
         self._staged_names = cache(lambda: staged_parts(store.storage))
         self._is_whole_part = cache(partial(is_whole, store.storage))
         # Workers may have another working folder.
-        self._storage = (
-            Disk(store.storage.root.absolute()) if isinstance(store.storage, Disk) else store.storage
-        )
+        self._storage = Disk(store.storage.root.absolute()) if isinstance(store.storage, Disk) else store.storage
         engine.check(self._scratch if isinstance(self._storage, Disk) else None)
         self._manifest = store.manifest()
         new = [file for run in runs for file in self._new_files(run)]
@@ -355,7 +360,9 @@ class IngestScheduler:
         return job
 
     def _decode_jobs(self) -> Iterator[Job]:
-        """Yield jobs of decoding; small blocks share one, also those of several runs, because each job has a fixed cost."""
+        """Yield jobs of decoding; small blocks share one, also those of several runs, because each job has a fixed
+        cost.
+        """
         waiting: list[tuple[RunIngest, FilePiece, Block | Reject]] = []
         size = 0
         for run, piece, item in self._pieces():
@@ -386,7 +393,9 @@ class IngestScheduler:
             self._build_when_read(run)
 
     def _build_job(self) -> Job:
-        """Return a job for some of the waiting runs: as many as fit one job, or at the end few enough that every worker gets some."""
+        """Return a job for some of the waiting runs: as many as fit one job, or at the end few enough that every worker
+        gets some.
+        """
         most_bytes = _BUILD_BLOCKS * self._options.block_bytes
         workers = self._engine.workers
         share = len(self._ready)
@@ -398,17 +407,15 @@ class IngestScheduler:
         if len(self._runs) == 1:
             self._progress.stage(f"writing {runs[0].run_id}")
         tasks = tuple(self._run_task(run) for run in runs)
-        return Job(
-            build_runs, tasks, runs[0].source.name, partial(self._take_built, runs), is_shared=is_shared
-        )
+        return Job(build_runs, tasks, runs[0].source.name, partial(self._take_built, runs), is_shared=is_shared)
 
     def _is_for_all_workers(self, run: RunIngest) -> bool:
-        """Return whether all workers build a run together, at the end, because one of them would end after the others."""
+        """Return whether all workers build a run together, at the end, because one of them would end after the
+        others.
+        """
         others = self._engine.workers - 1
         is_longest = others * run.size_bytes > _WORK_PER_BUILD * self._undecoded_bytes
-        worth = max(
-            _PARALLEL_BUILD_FACTOR * self._options.bytes_per_worker, _BUILD_BLOCKS * self._options.block_bytes
-        )
+        worth = max(_PARALLEL_BUILD_FACTOR * self._options.bytes_per_worker, _BUILD_BLOCKS * self._options.block_bytes)
         # Parts of the build run in other processes, which must see the same folder.
         return run.size_bytes >= worth and is_longest and self._storage.has_lock
 
@@ -416,14 +423,14 @@ class IngestScheduler:
 
     def _new_files(self, run: RunIngest) -> list[TraceFile]:
         """Return the files that probably have to be read, judged only by name and size: no file is opened."""
-        usable = usable_files(
-            self._manifest.runs.get(run.source.run_id), self._options_hash, self._staged_names
-        )
+        usable = usable_files(self._manifest.runs.get(run.source.run_id), self._options_hash, self._staged_names)
         sizes = {name: file.size_bytes for name, file in usable.items()}
         return [file for file in run.source.trace_files if sizes.get(file.key) != file.size]
 
     def _pieces_of(self, run: RunIngest) -> Iterator[tuple[RunIngest, FilePiece, Block | Reject]]:
-        """Begin a run, and yield the pieces of its files that are new or changed; those of a bucket are fetched first."""
+        """Begin a run, and yield the pieces of its files that are new or changed; those of a bucket are fetched
+        first.
+        """
         source = run.source
         taken = {other.run_id for other in self._runs if other.failed is None}
         run.run_id = run_id = resolve_run_id(self._manifest, source, taken)
@@ -431,9 +438,7 @@ class IngestScheduler:
         if run.before is not None and run.before.tables:
             run.before = self._store.whole(run_id, run.before)
             if run.before is None:
-                run.warnings.append(
-                    f"{run_id}: its tables are damaged, or files of them missing; it is read again"
-                )
+                run.warnings.append(f"{run_id}: its tables are damaged, or files of them missing; it is read again")
         if run_id != source.run_id:
             is_other = source.run_id in self._manifest.runs or source.run_id in taken
             why = (
@@ -481,7 +486,9 @@ class IngestScheduler:
     def _pieces_in(
         self, run: RunIngest, work: _FileIngest, copy: TraceFile
     ) -> Iterator[tuple[RunIngest, FilePiece, Block | Reject]]:
-        """Read a file, from its copy if it is in a bucket: the bytes of that were hashed and reported when it was made."""
+        """Read a file, from its copy if it is in a bucket: the bytes of that were hashed and reported when it was
+        made.
+        """
         run.files.append(work)
         content = None if isinstance(work.content, str) else work.content
         for item in read_blocks(
@@ -507,7 +514,8 @@ class IngestScheduler:
             try:
                 rejects.count(sum(part.rejects for part in piece.parts))
             except TooManyRejectsError as error:
-                # In the order of the file, whichever block was decoded first: rows after the last listed reject do not count.
+                # In the order of the file, whichever block was decoded first: rows after the last listed reject do not
+                # count.
                 self._progress.warn(f"{file.name}: {error.what}")
                 last = rejects.rest(piece.offset)
                 parts += decode_task(Task((last,), self._options, self._storage))[0]
@@ -534,7 +542,9 @@ class IngestScheduler:
             (self._postponed if self._is_for_all_workers(run) else self._ready).append(run)
 
     def _stay(self, run: RunIngest) -> None:
-        """End a run that stays as it is; with the present times of its files in its entry, they need not be read next time."""
+        """End a run that stays as it is; with the present times of its files in its entry, they need not be read next
+        time.
+        """
         if run.before is not None and run.entry is not None:
             entry = replace(run.before, files=run.entry.files)
             if entry != self._manifest.runs[run.run_id]:
@@ -547,7 +557,8 @@ class IngestScheduler:
         run.columns = _run_columns(files, run.context)
         if run.kv_hashes is None:
             run.kv_hashes = sorted(map(content_hash_of, run.source.kv_files))
-        # The hash of all inputs of the tables. If it changes, they are rebuilt; unchanged files come from their staged parts.
+        # The hash of all inputs of the tables. If it changes, they are rebuilt; unchanged files come from their staged
+        # parts.
         facts = (__version__, self._options_hash, sorted(run.columns.items()), run.kv_hashes)
         built_from = hashlib.sha256(repr(facts).encode()).hexdigest()
         run.entry = IngestedRun(
@@ -580,7 +591,9 @@ class IngestScheduler:
         )
 
     def _publish(self) -> None:
-        """Make the runs that are built valid, all with one new manifest, in which others get the present times of their files."""
+        """Make the runs that are built valid, all with one new manifest, in which others get the present times of their
+        files.
+        """
         if not (self._built or self._restamped):
             return
         began = time.monotonic()

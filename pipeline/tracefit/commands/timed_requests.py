@@ -1,4 +1,6 @@
-"""Read requests with their times: a log of a client, traces, a table of `requests`, CSV of requests, or rates per hour."""
+"""Read requests with their times: a log of a client, traces, a table of `requests`, CSV of requests, or rates per
+hour.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,8 @@ COLUMN_SPELLINGS: Mapping[str, tuple[str, ...]] = {
     _OUTPUT: ("output_tokens", "response tokens", "generatedtokens"),
     _CACHED_TOKENS: ("cached_prompt_tokens", "cached_tokens"),
 }
-"""Names of columns, in small letters: ours, those of the BurstGPT traces, and those of Azure's traces of LLM inference."""
+"""Names of columns, in small letters: ours, those of the BurstGPT traces, and those of Azure's traces of LLM
+inference."""
 _RATE_SPELLINGS: Mapping[str, tuple[str, ...]] = {
     **COLUMN_SPELLINGS,
     _TIME: ("hour",),
@@ -170,7 +173,9 @@ def _columns(
 
 
 def _usable(columns: Mapping[str, pl.Series], *, is_hours: bool) -> tuple[pl.DataFrame, dict[str, int]]:
-    """Return the rows with a time and lengths as numbers, and how many others there are, by the first thing that is odd in each."""
+    """Return the rows with a time and lengths as numbers, and how many others there are, by the first thing that is odd
+    in each.
+    """
     least = {_TIME: 0.0, _RATE_COLUMN: 0.0, _PROMPT: 1.0, _OUTPUT: 1.0}
     values = {
         name: _seconds(column, is_hours=is_hours) if name == _TIME else _numbers(column)
@@ -219,7 +224,9 @@ _DATE_AND_TIME = r"^\s*(\d{4}-\d\d-\d\d)[T ](\d\d:\d\d)(:\d\d(?:\.\d+)?)?\s*(?:Z
 
 
 def _seconds(column: pl.Series, *, is_hours: bool) -> pl.Series:
-    """Return times in s: numbers of seconds or of hours, or dates since 1970; of a column with both, those of the more frequent kind."""
+    """Return times in s: numbers of seconds or of hours, or dates since 1970; of a column with both, those of the more
+    frequent kind.
+    """
     if column.dtype == pl.Datetime:
         return column.dt.epoch("us") / 1e6
     unit = _HOUR_S if is_hours else 1.0 / (_NS_OF_S if _plain(column.name).endswith("_ns") else 1.0)
@@ -230,9 +237,7 @@ def _seconds(column: pl.Series, *, is_hours: bool) -> pl.Series:
     text = parts[0] + "T" + parts[1] + parts[2].fill_null(":00")
     date = text.str.to_datetime("%Y-%m-%dT%H:%M:%S%.f", strict=False, time_unit="us").dt.epoch("us") / 1e6
     hours, minutes = (part.cast(pl.Float64, strict=False).fill_null(0.0) for part in parts[3:])
-    ahead = pl.select(
-        pl.when(parts[3].str.starts_with("-")).then(hours * 60 - minutes).otherwise(hours * 60 + minutes)
-    )
+    ahead = pl.select(pl.when(parts[3].str.starts_with("-")).then(hours * 60 - minutes).otherwise(hours * 60 + minutes))
     date = date - ahead.to_series() * 60
     return date if date.null_count() < plain.null_count() else plain
 

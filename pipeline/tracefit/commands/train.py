@@ -1,4 +1,6 @@
-"""Train: fit the models of every deployment in the tables; write coefficient files, evaluation and report. `run` ingests first."""
+"""Train: fit the models of every deployment in the tables; write coefficient files, evaluation and report. `run`
+ingests first.
+"""
 
 from __future__ import annotations
 
@@ -119,8 +121,8 @@ def train(
 ) -> TrainResult:
     """Fit every deployment in the tables and write models, evaluation and report.
 
-    On disk, the tables are locked meanwhile: another process that writes there waits. In a bucket, the training is refused if
-    another process changes one of its runs meanwhile.
+    On disk, the tables are locked meanwhile: another process that writes there waits. In a bucket, the training is
+    refused if another process changes one of its runs meanwhile.
 
     Args:
         tables: A folder that `ingest` or `run` wrote, or its URL; the training frames are added to its tables.
@@ -129,12 +131,14 @@ def train(
         report_folder: Folder for evaluation.json and report.md; `out` if not given.
         run_ids: Runs to train on; every run in the tables if not given.
         workers: Most processes that make the frames of runs; one per core if not given.
-        engine: Where these processes run: on this machine, or on Ray. The coefficients are fitted on this machine and do not depend on it.
+        engine: Where these processes run: on this machine, or on Ray. The coefficients are fitted on this machine and
+            do not depend on it.
         progress: Receives reports on the progress.
 
     Raises:
         UsageError: A folder is not valid, or another process has changed a run in a bucket.
-        DataError: No model can be fitted. Only the report is written, and only if no models of an earlier training are there.
+        DataError: No model can be fitted. Only the report is written, and only if no models of an earlier training are
+            there.
 
     Examples:
         >>> import tracefit
@@ -209,8 +213,7 @@ def _fitted(
         read = store.manifest()
         fitted = fit_runs(store, runs, training.options, training.progress, workplace)
     return [
-        replace(one, notes=(*one.notes, *chosen.notes.get(one.deployment.deployment_id, ())))
-        for one in fitted
+        replace(one, notes=(*one.notes, *chosen.notes.get(one.deployment.deployment_id, ()))) for one in fitted
     ], read
 
 

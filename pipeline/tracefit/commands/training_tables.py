@@ -1,4 +1,6 @@
-"""The rows that models were fitted on: as the tables `alpha_training` and `beta_training`, and as the specification's samples."""
+"""The rows that models were fitted on: as the tables `alpha_training` and `beta_training`, and as the specification's
+samples.
+"""
 
 from __future__ import annotations
 
@@ -75,8 +77,7 @@ def _training_part(
     rows = table.empty() if frame is None else frame
     rows = rows.with_columns(deployment_id=pl.lit(deployment.deployment.deployment_id))
     further = [
-        (pl.col(c).cast(dtype) if c in rows.columns else pl.lit(None, dtype)).alias(c)
-        for c, dtype in columns.items()
+        (pl.col(c).cast(dtype) if c in rows.columns else pl.lit(None, dtype)).alias(c) for c, dtype in columns.items()
     ]
     return table.conform(rows.select(*(c for c in rows.columns if c in table.names), *further))
 

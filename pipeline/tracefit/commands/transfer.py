@@ -107,7 +107,8 @@ _OTHER_SHARE = 0.04
 """Share of a GPU's memory that activations, CUDA graphs and the libraries take."""
 _WORKED_OUT = "worked out"
 _TOO_SHORT = 0.03
-"""Share of the steps that are too short to have computed their prompts, from which on these were in the prefix cache."""
+"""Share of the steps that are too short to have computed their prompts, from which on these were in the prefix
+cache."""
 _BORROWED = ("admission", "departure")
 """Models of the front end, which do not depend on the model or the GPU behind it."""
 
@@ -124,9 +125,9 @@ def transfer(
 ) -> TransferResult:
     """Predict a server that was never traced from the traces of others, and write models, evaluation and report for it.
 
-    A law in time at rated speed is fitted to the steps of the sources: of deployments of the same model and GPU if there are any, else of
-    the same GPU, else of all. Its errors are those on servers that are left out of the sources in turn. Without folders the law is the one
-    that the package carries.
+    A law in time at rated speed is fitted to the steps of the sources: of deployments of the same model and GPU if
+    there are any, else of the same GPU, else of all. Its errors are those on servers that are left out of the sources
+    in turn. Without folders the law is the one that the package carries.
 
     Args:
         folders: Folders that `run` or `train` wrote; the law in the package if none is given.
@@ -192,11 +193,7 @@ class _Own:
     @property
     def is_better(self) -> bool:
         """Whether it is."""
-        return (
-            self.mape_pct is not None
-            and self.after_mape_pct is not None
-            and self.mape_pct < self.after_mape_pct
-        )
+        return self.mape_pct is not None and self.after_mape_pct is not None and self.mape_pct < self.after_mape_pct
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,8 +242,7 @@ def _transferred(locations: Sequence[str | Path], context: RunContext, progress:
     if not chosen:
         raise DataError(
             "no deployment of these folders can be a source",
-            hint="; ".join(sources.refused)
-            or "name folders that `tracefit run` wrote, with config.json and a GPU",
+            hint="; ".join(sources.refused) or "name folders that `tracefit run` wrote, with config.json and a GPU",
         )
     target = deployment_of(_with_limits(_named_like(context, [one.context for one in chosen])))
     progress.stage(f"fitting the law to {plural(len(chosen), 'deployment')}: {_KIND_TEXTS[kind]}")
@@ -281,11 +277,17 @@ def _from_package(context: RunContext, engine: str | None) -> _Found:
     if name not in ENGINES:
         raise UsageError(
             f"{named(LawEngineOption)} {name}: the package has no law of it",
-            hint=f"there is one of {', '.join(ENGINES)}; for others name folders that `tracefit run` wrote of their servers",
+            hint=(
+                f"there is one of {', '.join(ENGINES)}; for others name folders that `tracefit run` wrote of their "
+                "servers"
+            ),
         )
     if any(setting.startswith(SPECULATION) for setting in context.settings.other):
         raise UsageError(
-            "with speculative decoding a step computes several tokens of a request, which the law in the package does not know",
+            (
+                "with speculative decoding a step computes several tokens of a request, which the law in the package "
+                "does not know"
+            ),
             hint="leave the setting out, or name folders that `tracefit run` wrote of such servers",
         )
     boxed = boxed_law(name)
@@ -294,8 +296,14 @@ def _from_package(context: RunContext, engine: str | None) -> _Found:
     points = sum(one.points for one in boxed.servers)
     errors = boxed.errors[kind]
     about = (
-        f"the law is the package's own, fitted to {points:,} public points of {len(boxed.servers)} servers with {name}: {boxed.source}",
-        f"servers that were left out of it, as this one is ({_KIND_TEXTS[kind]}), were {percent(errors.mdape_pct)} % off at the median point",
+        (
+            f"the law is the package's own, fitted to {points:,} public points of {len(boxed.servers)} servers with "
+            f"{name}: {boxed.source}"
+        ),
+        (
+            f"servers that were left out of it, as this one is ({_KIND_TEXTS[kind]}), were "
+            f"{percent(errors.mdape_pct)} % off at the median point"
+        ),
     )
     return _Found(
         target=target,
@@ -374,15 +382,15 @@ def with_blocks(context: RunContext) -> RunContext:
     share = settings.gpu_memory_utilization or _UTILIZATION
     weights = model.weight_bytes / tp / stages
     free = (share - _OTHER_SHARE) * gpu.memory_gb * 1e9 - weights
-    per_token = (
-        sum(n * a.cached_bytes(model.kv_bytes) / a.kv_shards(tp) for a, n in model.attentions.items())
-        / stages
-    )
+    per_token = sum(n * a.cached_bytes(model.kv_bytes) / a.kv_shards(tp) for a, n in model.attentions.items()) / stages
     block_tokens = settings.block_size or 16
     blocks = int(free / (per_token * block_tokens)) if per_token > 0 else None
     if free <= 0 or (blocks is not None and blocks < 1):
         raise UsageError(
-            f"{weights / 1e9:,.1f} GB of weights on each of {tp * stages} GPUs leave no room for a KV cache in {gpu.memory_gb:g} GB ({gpu.name})",
+            (
+                f"{weights / 1e9:,.1f} GB of weights on each of {tp * stages} GPUs leave no room for a KV cache in "
+                f"{gpu.memory_gb:g} GB ({gpu.name})"
+            ),
             hint=f"divide the model over more GPUs: {named(ServerOptions, 'tp')}",
         )
     if settings.num_gpu_blocks or blocks is None:
@@ -424,9 +432,7 @@ def _sources(locations: Sequence[str | Path], target: RunContext, progress: Kept
     return _Sources(tuple(found.values()), models, tuple(refused))
 
 
-def _law_rows(
-    store: TableStore, runs: pl.DataFrame, deployment: Deployment, members: Sequence[str]
-) -> LawRows:
+def _law_rows(store: TableStore, runs: pl.DataFrame, deployment: Deployment, members: Sequence[str]) -> LawRows:
     tables = _tables_of(store, runs, members)
     seen, _ = with_seen_limits(deployment, tables.timeline)
     return law_rows(seen, tables)
@@ -463,9 +469,7 @@ def _too_few(rows: LawRows) -> str | None:
     return None
 
 
-def _doubts(
-    context: RunContext, chosen: Sequence[LawRows], kind: Kind, folds: Sequence[Fold]
-) -> Iterator[str]:
+def _doubts(context: RunContext, chosen: Sequence[LawRows], kind: Kind, folds: Sequence[Fold]) -> Iterator[str]:
     """Yield why nothing shows how exact a transfer is."""
     yield from _unseen(context, {part for one in chosen for part in parts_of_model(one.context)})
     if len(chosen) == 1:
@@ -479,11 +483,7 @@ def _unseen(context: RunContext, seen: Collection[str]) -> Iterator[str]:
     """Yield the parts of a server that no source has."""
     if unseen := unseen_parts(context, seen):
         yield f"no source has {' or '.join(unseen)}"
-    if (
-        (context.settings.data_parallel or 1) > 1
-        and context.architecture is not None
-        and context.architecture.is_moe
-    ):
+    if (context.settings.data_parallel or 1) > 1 and context.architecture is not None and context.architecture.is_moe:
         yield "no source has experts shared by data-parallel ranks"
     if (context.settings.pipeline_parallel or 1) > 1:
         yield "no source has pipeline stages"
@@ -518,7 +518,8 @@ def _with_calibration(
         reasons = [f"{n} left out: {reason}" for reason, n in steps.left_out.items()]
         left = ", ".join((*reasons, *(tables.unknown_batches if tables is not None else ())))
         progress.warn(
-            f"{counted} are too few to calibrate with, {fewest} are needed: the transfer is as without them{f' ({left})' if left else ''}"
+            f"{counted} are too few to calibrate with, {fewest} are needed: the transfer is as without "
+            f"them{f' ({left})' if left else ''}"
         )
         return found
     found = replace(found, calibration=made, drawn_to=what)
@@ -539,7 +540,10 @@ def _points_of(store: TableStore, target: Deployment, where: str) -> LawRows:
         gpu, tp = row["gpu"] and find_gpu(row["gpu"]), row["tensor_parallel"]
         if (gpu and gpu != context.gpu) or (tp and tp != (context.settings.tensor_parallel or 1)):
             raise UsageError(
-                f"holds points of {row['gpu'] or 'a server'} with tensor parallelism {tp or '?'}, which is not {target.deployment_id}",
+                (
+                    f"holds points of {row['gpu'] or 'a server'} with tensor parallelism {tp or '?'}, which is not "
+                    f"{target.deployment_id}"
+                ),
                 where=f"{named(CalibrateOption)} {where}",
                 hint="give only points of the new server",
             )
@@ -566,7 +570,10 @@ def _steps_of(store: TableStore, target: Deployment, where: str) -> tuple[LawRow
         raise UsageError(
             f"holds {'runs of several deployments' if of_server else 'no run'} of {target.deployment_id}",
             where=f"{named(CalibrateOption)} {where}",
-            hint=f"there are: {', '.join(one.deployment_id for one, _ in every)}; model, GPU and tensor parallelism have to be those of the new server",
+            hint=(
+                f"there are: {', '.join(one.deployment_id for one, _ in every)}; model, GPU and tensor parallelism "
+                "have to be those of the new server"
+            ),
         )
     _, members = of_server[0]
     tables = _tables_of(store, runs, members)
@@ -576,14 +583,13 @@ def _steps_of(store: TableStore, target: Deployment, where: str) -> tuple[LawRow
 def _with_hits(
     found: _Found, made: Calibration, tables: DeploymentTables, progress: KeptWarnings
 ) -> tuple[Calibration, DeploymentTables]:
-    """Return the calibration and the tables with all prompts cached, where the steps are too short to have computed them.
+    """Return the calibration and the tables with all prompts cached, where the steps are too short to have computed
+    them.
 
     Where few are, the smaller error on left-out blocks decides.
     """
     cached = with_prompts_cached(found.target, tables)
-    again = (
-        calibrate(found.law, law_rows(found.target, cached), found.expected) if cached is not None else None
-    )
+    again = calibrate(found.law, law_rows(found.target, cached), found.expected) if cached is not None else None
     if cached is None or again is None:
         return made, tables
     too_short = made.left_out.get(FASTER, 0) - again.left_out.get(FASTER, 0)
@@ -591,9 +597,9 @@ def _with_hits(
     if share <= _TOO_SHORT and again.error_pct >= made.error_pct:
         return made, tables
     progress.warn(
-        f"the steps are counted from requests, which do not state prefix-cache hits: {percent(100 * share)} % of them are too short to compute the "
-        f"prompts; with all prompts in the cache the law is {percent(again.error_pct)} % off, with none {percent(made.error_pct)} %: they are "
-        "taken as cached"
+        f"the steps are counted from requests, which do not state prefix-cache hits: {percent(100 * share)} % of them "
+        f"are too short to compute the prompts; with all prompts in the cache the law is {percent(again.error_pct)} % "
+        f"off, with none {percent(made.error_pct)} %: they are taken as cached"
     )
     return again, cached
 
@@ -613,16 +619,21 @@ def _of_calibration(found: Calibration, drawn_to: Literal["steps", "points"]) ->
     elif not prompts_of(rows).any():
         yield "the steps to calibrate with hold no prompts: what a prompt costs is as transferred"
     if rows["of_num_decode_reqs"].round().n_unique() == 1:
-        yield f"the {drawn_to} to calibrate with all have {rows['of_num_decode_reqs'][0]:.0f} decoding requests: how the time grows with the batch is as transferred"
+        yield (
+            f"the {drawn_to} to calibrate with all have {rows['of_num_decode_reqs'][0]:.0f} decoding requests: how "
+            "the time grows with the batch is as transferred"
+        )
     if not found.used:
         yield (
-            f"the {drawn_to} confirm the transferred law ({percent(found.before.mape_pct)} % off; drawn to them, {percent(found.after.mape_pct)} % on "
-            "left-out blocks of them): it is used unchanged"
+            f"the {drawn_to} confirm the transferred law ({percent(found.before.mape_pct)} % off; drawn to them, "
+            f"{percent(found.after.mape_pct)} % on left-out blocks of them): it is used unchanged"
         )
 
 
 def _own_fit(found: _Found, made: Calibration, tables: DeploymentTables, progress: KeptWarnings) -> _Own:
-    """Fit the steps to calibrate with by themselves, and compare both on the last part of them, which neither was fitted on."""
+    """Fit the steps to calibrate with by themselves, and compare both on the last part of them, which neither was
+    fitted on.
+    """
     progress.stage("fitting the calibration's run by itself")
     fitted = fit_deployment(found.target, tables, AUTO, DeploymentOptions(reference=False))
     model = next((m for m in fitted.models if is_step_model(m.name)), None)
@@ -648,27 +659,28 @@ def _notes(found: _Found) -> Iterator[str]:
     made = found.calibration
     if made is not None and made.used:
         yield (
-            f"drawn to {made.rows.rows.height:,} {found.drawn_to} of this server: {percent(made.before.mape_pct)} % off before, "
-            f"{percent(made.after.mape_pct)} % on left-out blocks of them after"
+            f"drawn to {made.rows.rows.height:,} {found.drawn_to} of this server: {percent(made.before.mape_pct)} % "
+            f"off before, {percent(made.after.mape_pct)} % on left-out blocks of them after"
         )
     elif found.doubts:
         yield f"untested: {'; '.join(found.doubts)}; the interval is the widest known"
     elif found.across:
         worst = max(found.across, key=lambda one: one.errors.mape_pct or 0.0)
-        yield f"what was left out of the sources was at most {percent(worst.errors.mape_pct)} % off on average ({worst.deployment_id or worst.left_out})"
+        yield (
+            f"what was left out of the sources was at most {percent(worst.errors.mape_pct)} % off on average "
+            f"({worst.deployment_id or worst.left_out})"
+        )
     if not found.has_prompts:
         yield "no source has steps with prompts: their coefficients are the priors, and TTFT is not planned"
     if found.own.is_better:
         yield (
-            f"an own fit of these steps is better ({percent(found.own.mape_pct)} % on their last part, the calibrated law "
-            f"{percent(found.own.after_mape_pct)} %): it is taken"
+            f"an own fit of these steps is better ({percent(found.own.mape_pct)} % on their last part, the calibrated "
+            f"law {percent(found.own.after_mape_pct)} %): it is taken"
         )
     yield from (text for text in found.target.context.left_out if _WORKED_OUT in text)
 
 
-def _borrowed(
-    target: Deployment, kind: Kind, chosen: Sequence[LawRows], sources: _Sources
-) -> tuple[schema.Model, ...]:
+def _borrowed(target: Deployment, kind: Kind, chosen: Sequence[LawRows], sources: _Sources) -> tuple[schema.Model, ...]:
     """Return the models of the front end of the nearest source that has them."""
     first = nearest(target.context, chosen)
     names = [target_named(name).model for name in _BORROWED]
@@ -768,9 +780,7 @@ def _step_model(found: _Found, own: schema.Model | None, notes: tuple[str, ...])
         [*found.reach, *([made.rows] if made else [])],
         transfer,
         validation_of(law, found.across, made),
-        training=publish.training_of(fitted, step.fitted)
-        if fitted is not None and step is not None
-        else None,
+        training=publish.training_of(fitted, step.fitted) if fitted is not None and step is not None else None,
         notes=notes,
     )
 

@@ -47,7 +47,8 @@ def verify(
     features: FeaturesFileOption = None,
     progress: Progress | None = None,
 ) -> VerifyResult:
-    """Refit the runs that a coefficient file names, with the options that it names, and compare every value except provenance.
+    """Refit the runs that a coefficient file names, with the options that it names, and compare every value except
+    provenance.
 
     Args:
         file: alpha.json or beta.json; or a folder with both, or one that `run` wrote, for all files in it.

@@ -1,8 +1,10 @@
-"""Export to AISimulate: two `fpm_forward_perf` tables with their sidecars, one of measured steps and one of the step model on a grid.
+"""Export to AISimulate: two `fpm_forward_perf` tables with their sidecars, one of measured steps and one of the step
+model on a grid.
 
 A row is a step of one kind: (batch size, prompt tokens, tokens read from the cache) and its time in ms. Read in
-`perf_database/fpm_forward.rs` of aiconfigurator-core 0.12 and in `collector/fpm_forward/database.py` of AISimulate 0.13: rows match a
-query where model path, system, version and identity columns are equal, and are interpolated along the cache, then over the batch.
+`perf_database/fpm_forward.rs` of aiconfigurator-core 0.12 and in `collector/fpm_forward/database.py` of AISimulate
+0.13: rows match a query where model path, system, version and identity columns are equal, and are interpolated along
+the cache, then over the batch.
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ _SYSTEMS = {"A100-80GB-SXM": "a100_sxm", "A100-80GB-PCIe": "a100_pcie", "RTX-PRO
 """GPU name to AISimulate's, where it is not the name in lower case with `_` (of the B200 and B300 with `_sxm`)."""
 
 _VERSION, _VERSIONS = "0.24.0", {"a100_sxm": "0.14.0"}
-"""Version of vLLM that AISimulate 0.13 takes queries for, by system: it refuses others, and pairs labelled otherwise."""
+"""Version of vLLM that AISimulate 0.13 takes queries for, by system: it refuses others, and pairs labelled
+otherwise."""
 
 _CONTRACT = {
     "schema_name": "aic_fpm_forward_perf",
@@ -65,9 +68,7 @@ def to_aisimulate(source: Source) -> Export:
     Raises:
         DataError: The data cannot support it, with the reason.
     """
-    train, holdout = train_and_holdout(
-        source, source.steps(_AISIMULATE_COLUMNS), _AISIMULATE_COLUMNS, "step times"
-    )
+    train, holdout = train_and_holdout(source, source.steps(_AISIMULATE_COLUMNS), _AISIMULATE_COLUMNS, "step times")
     grid = _grid(source, train)
     identity = _identity(source)
     files: dict[str, str | bytes] = {}
@@ -76,9 +77,15 @@ def to_aisimulate(source: Source) -> Export:
             files |= _pair(what, rows, identity)
     errors = _errors(grid, train, holdout)
     notes = (
-        "measured/ holds medians of measured steps, model/ the step model on a grid: tracefit_rows in the sidecar says which",
+        (
+            "measured/ holds medians of measured steps, model/ the step model on a grid: tracefit_rows in the sidecar "
+            "says which"
+        ),
         "steps that prefill and decode are in neither: AISimulate adds the two phases itself",
-        f"backend_version {identity['backend_version']} is the version that AISimulate 0.13 takes queries for, not the server's",
+        (
+            f"backend_version {identity['backend_version']} is the version that AISimulate 0.13 takes queries for, not "
+            "the server's"
+        ),
         "a query matches exactly or not at all: model, system, version, ranks and data types are those of the use line",
         *worse_than_baseline(errors),
     )
@@ -96,9 +103,9 @@ def _usage(identity: Mapping[str, str | int | bool]) -> str:
         "fallback_policy": "deny",
     }
     code = (
-        "import json, sys; from aisimulate_core.sdk import ForwardPassPerfModelConfig as Config, RustForwardPassPerfModel as Model; "
-        "config = {'fpm_interpolation': {'fpm_parquet_path': sys.argv[1]}}; "
-        "model = Model.best_available(Config(estimator_config=config, **json.loads(sys.argv[2]))); "
+        "import json, sys; from aisimulate_core.sdk import ForwardPassPerfModelConfig as Config, "
+        "RustForwardPassPerfModel as Model; config = {'fpm_interpolation': {'fpm_parquet_path': sys.argv[1]}}; model "
+        "= Model.best_available(Config(estimator_config=config, **json.loads(sys.argv[2]))); "
         "print(model.predict_decode_latency_total(8, 4000), 'ms')"
     )
     table = f"{OUT}/model/fpm_forward_perf.parquet"
@@ -200,10 +207,7 @@ def _grid(source: Source, train: pl.DataFrame) -> pl.DataFrame:
 def _pair(what: str, rows: pl.DataFrame, identity: dict[str, str | int | bool]) -> dict[str, str | bytes]:
     """Return the table and its sidecar, by path."""
     # Ranks are 64-bit: its reader takes narrower ones for unknown.
-    same = {
-        name: pl.lit(value, pl.Int64) if type(value) is int else pl.lit(value)
-        for name, value in identity.items()
-    }
+    same = {name: pl.lit(value, pl.Int64) if type(value) is int else pl.lit(value) for name, value in identity.items()}
     packed = io.BytesIO()
     rows.select(**same, **{c: c for c in rows.columns}).write_parquet(packed)
     content = packed.getvalue()
@@ -228,7 +232,8 @@ def _errors(grid: pl.DataFrame, train: pl.DataFrame, holdout: pl.DataFrame) -> t
             for (n,), rows in grid.filter(workload_kind=kind).group_by("batch_size", maintain_order=True)
         }
         batches = np.array(sorted(curves))
-        # Shape (batches, steps): each curve at each step, then each step between the curves on either side of its batch.
+        # Shape (batches, steps): each curve at each step, then each step between the curves on either side of its
+        # batch.
         at, batch = (steps[name].to_numpy().astype(float) for name in (axis, "batch_size"))
         read = np.array([np.interp(at, *curves[n]) for n in batches])
         predicted = np.array([np.interp(n, batches, took) for n, took in zip(batch, read.T, strict=True)])

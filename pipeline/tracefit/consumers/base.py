@@ -1,8 +1,8 @@
 """Shared by all consumer modules: the types `Source` and `Export`, and helpers for writing and evaluating.
 
 A consumer is a program that loads latency coefficients such as a simulator. Its module is a function
-from a `Source` (models and training tables of one deployment) to an `Export` (files, errors, how to load them), listed by name in
-`consumers.CONSUMERS`.
+from a `Source` (models and training tables of one deployment) to an `Export` (files, errors, how to load them), listed
+by name in `consumers.CONSUMERS`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ OUT = "{out}"
 
 @dataclass(frozen=True)
 class Source:
-    """One deployment's coefficient models, the tables they were trained on, and the consumer's version, as the user gave it."""
+    """One deployment's coefficient models, the tables they were trained on, and the consumer's version, as the user
+    gave it.
+    """
 
     models: DeploymentModels
     read: Callable[[], tuple[Deployment, DeploymentTables]]
@@ -127,7 +129,8 @@ def train_and_holdout(
         raise DataError(f"{what}: not known in these runs ({lacking})", hint=hint)
     complete = rows.drop_nulls(["y", *columns])
     train, holdout = counted_rows(complete, "train"), counted_rows(complete, "holdout")
-    # An interval is a mean of steps, whose error is smaller than a step's: where there are enough steps, these are evaluated.
+    # An interval is a mean of steps, whose error is smaller than a step's: where there are enough steps, these are
+    # evaluated.
     if "source" in holdout.columns:
         single = holdout.filter(is_one_step())
         holdout = single if single.height >= MIN_HOLDOUT_ROWS else holdout
@@ -143,8 +146,8 @@ def timed_requests(source: Source, target: str) -> pl.DataFrame:
     """Return the requests whose duration `target` is known, split by time, with the load they ran under.
 
     Returns:
-        The `requests` table with `y` in us, ts_ns (first scheduled), uncached_tokens, and the running requests when each was
-        first scheduled (running_start) and, on average, while it decoded (running_decode); null if unknown.
+        The `requests` table with `y` in us, ts_ns (first scheduled), uncached_tokens, and the running requests when
+        each was first scheduled (running_start) and, on average, while it decoded (running_decode); null if unknown.
     """
     running = pl.col("running_depth").cast(pl.Float64)
     steps = source.tables.timeline.select(*ENGINE, "step_id", running=running)
@@ -187,9 +190,7 @@ def flags(values: Mapping[str, str | float | None]) -> str:
     """Write command-line options, quoted for a shell; an option of None is left out."""
     given = {name: str(value) for name, value in values.items() if value is not None}
     # A value that begins like an option would be read as one.
-    return " ".join(
-        f"--{name}{'=' if value.startswith('-') else ' '}{_quoted(value)}" for name, value in given.items()
-    )
+    return " ".join(f"--{name}{'=' if value.startswith('-') else ' '}{_quoted(value)}" for name, value in given.items())
 
 
 def _quoted(value: str) -> str:
@@ -199,7 +200,9 @@ def _quoted(value: str) -> str:
 
 
 def worse_than_baseline(errors: Iterable[HeldOut]) -> tuple[str, ...]:
-    """Return a note that names the exported forms with a larger hold-out error than the training median, if there are any."""
+    """Return a note that names the exported forms with a larger hold-out error than the training median, if there are
+    any.
+    """
     worse = [
         f"{e.what} ({e.mae:,.4g} {e.unit} against {e.baseline_mae:,.4g})"
         for e in errors
@@ -223,7 +226,9 @@ def yaml_text(value: str) -> str:
 
 
 def block_size(source: Source) -> int:
-    """Return the tokens of a KV block: as the run's files state them; else vLLM's default, or what the steps show instead."""
+    """Return the tokens of a KV block: as the run's files state them; else vLLM's default, or what the steps show
+    instead.
+    """
     settings = source.deployment.context.settings
     stated = settings.block_size or DEFAULT_BLOCK_SIZE
     if settings.block_size and settings.sources.get("block_size") != "assumed":

@@ -1,10 +1,11 @@
 """Export to BLIS (inference-sim), backend `trained-physics`: alpha and beta on exactly its terms, none negative.
 
-Step time = sum of beta_i times term i of `blis_roofline`, cut to whole us. A request is queued alpha0 us after it arrives
-(BLIS simulates the step boundaries and the queue itself), and departs alpha1 + alpha2 * (output tokens) us after it finishes.
+Step time = sum of beta_i times term i of `blis_roofline`, cut to whole us. A request is queued alpha0 us after it
+arrives (BLIS simulates the step boundaries and the queue itself), and departs alpha1 + alpha2 * (output tokens) us
+after it finishes.
 
-The export also holds the files with which BLIS simulates the traced server: the GPU's rates, the model's config.json, and
-the traced requests (times and lengths only) for a replay.
+The export also holds the files with which BLIS simulates the traced server: the GPU's rates, the model's config.json,
+and the traced requests (times and lengths only) for a replay.
 """
 
 from __future__ import annotations
@@ -50,11 +51,16 @@ _CHIPS = {
 _UNREAD = (0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0)
 """The beta of a file that no instance reads: BLIS asks for seven that are not all 0."""
 
-_BY_ROOFLINE = "--num-instances 2 --prefill-instances 1 --decode-instances 1 --pd-decider never --decode-latency-model roofline"
-"""One instance that serves whole requests by `roofline`. Named as the backend of all, `roofline` refuses alpha; that of a pool takes
-what defaults.yaml holds, and without a decider nothing goes to the other pool: the same to the microsecond where alpha is 0."""
+_BY_ROOFLINE = (
+    "--num-instances 2 --prefill-instances 1 --decode-instances 1 --pd-decider never --decode-latency-model roofline"
+)
+"""One instance that serves whole requests by `roofline`. Named as the backend of all, `roofline` refuses alpha; that of
+a pool takes what defaults.yaml holds, and without a decider nothing goes to the other pool: the same to the microsecond
+where alpha is 0."""
 
-_NO_REQUESTS = "no traced request has its times, so no request can be replayed, and the workload of the use line is BLIS's default"
+_NO_REQUESTS = (
+    "no traced request has its times, so no request can be replayed, and the workload of the use line is BLIS's default"
+)
 _TRACE_HEADER = "trace_version: 2\ntime_unit: microseconds\nmode: real\nwarm_up_requests: 0\n"
 
 
@@ -157,7 +163,9 @@ def _server_flags(source: Source) -> str:
 
 
 def _traced_requests(source: Source) -> pl.DataFrame:
-    """Return the requests of the engine that has most: arrival, first token and end in us since the first, and lengths."""
+    """Return the requests of the engine that has most: arrival, first token and end in us since the first, and
+    lengths.
+    """
     stamped = stamped_requests(source)
     largest = stamped.group_by(ENGINE).len().sort("len", *ENGINE, descending=[True, False, False, False])
     rows = stamped.join(largest.head(1), on=ENGINE).sort("arrival_ns").tail(MOST_TRACED)
@@ -249,13 +257,14 @@ _ALPHA_ENTRIES = (
     ("output_token_processing", "us_per_token"),
 )
 _KERNEL_SETS = (
-    "the five cost-model-* sets that BLIS's latency kernel reads price kernels, collectives and host work one by one, below what a "
-    "trace of steps can tell; no program reads this set today"
+    "the five cost-model-* sets that BLIS's latency kernel reads price kernels, collectives and host work one by "
+    "one, below what a trace of steps can tell; no program reads this set today"
 )
 
 
 def to_blis_registry(source: Source) -> Export:
-    """Write the same coefficients as a `CoefficientSet` of the registry: units, method, deployment and source per value.
+    """Write the same coefficients as a `CoefficientSet` of the registry: units, method, deployment and source per
+    value.
 
     Raises:
         DataError: As `to_blis`.
@@ -289,6 +298,6 @@ def _entry(name: str, units: str, value: float, deployment: str, cite: str, rati
     if not value:
         rationale = "The fit on these traces puts it at zero, or cannot tell it from the constant of a step."
     return (
-        f"  - {name}:\n      value: {number(value)}\n      units: {units}\n      method: {method}\n"
-        f"      fitted: {str(bool(value)).lower()}\n      rationale: {yaml_text(rationale)}\n      {source}deployment: {deployment}"
+        f"  - {name}:\n      value: {number(value)}\n      units: {units}\n      method: {method}\n      fitted: "
+        f"{str(bool(value)).lower()}\n      rationale: {yaml_text(rationale)}\n      {source}deployment: {deployment}"
     )

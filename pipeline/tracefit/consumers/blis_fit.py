@@ -1,9 +1,9 @@
 """Fit BLIS's coefficients: overheads in whole us, and step times on its terms, weighted as replays say.
 
 BLIS's terms cannot follow every step, so that a fit has to favour some steps by its weights. Users compare latencies of
-requests, not step times, and the simulator's feedback (a shorter step means a smaller batch, which means a shorter step)
-amplifies errors. The steps are therefore fitted under several weightings, each result replays the training requests
-(`blis_replay`), and the one with the closest latencies is exported.
+requests, not step times, and the simulator's feedback (a shorter step means a smaller batch, which means a shorter
+step) amplifies errors. The steps are therefore fitted under several weightings, each result replays the training
+requests (`blis_replay`), and the one with the closest latencies is exported.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ BAR_PCT: Mapping[tuple[str, int], float] = {
 """The bar for a replay: latency and percentile to the largest acceptable error in percent."""
 
 _SOONEST, _LEAST_LENGTH_SPREAD = 0.1, 0.4
-"""Share of the requests that are the soonest queued; and the share of a step by which they spread if they wait for one. A wait for
-any moment of a step spreads 0.8 of it between these shares."""
+"""Share of the requests that are the soonest queued; and the share of a step by which they spread if they wait for one.
+A wait for any moment of a step spreads 0.8 of it between these shares."""
 
 MOST_SCALE = 1.06
 SCALE_ROUNDS = 5
@@ -95,7 +95,8 @@ MOST_NOMINAL = 10.0
 
 _FIRST_COMPUTE, _FIRST_MEMORY, _LEAST_FACTOR = 2.0, 1.25, 0.05
 _TURNS = 30
-"""A fit of the roofline begins at half of the peak compute and 80 % of the bandwidth, and ends after so many turns at most."""
+"""A fit of the roofline begins at half of the peak compute and 80 % of the bandwidth, and ends after so many turns at
+most."""
 
 _ABOUT = 1.1
 """A replay so many times as far off as the closest is about as close."""
@@ -114,8 +115,8 @@ WEIGHTINGS: Mapping[str, tuple[float, float, float]] = {
 }
 """Weights that a step may have in the fit: powers of its requests and of its time, and where Huber's weights set in.
 
-Requests^1 counts a step once per request in it, time^2 would weigh errors in percent. Without Huber's weights tails count in
-full, which keeps the sum of all steps.
+Requests^1 counts a step once per request in it, time^2 would weigh errors in percent. Without Huber's weights tails
+count in full, which keeps the sum of all steps.
 """
 
 EQUAL_STEPS, *_ = WEIGHTINGS
@@ -124,8 +125,14 @@ FALLBACK = "requests^0.5 / time^0.5, Huber"
 
 
 _ROOFLINE_NOTES = (
-    "form: roofline. mfuPrefill, mfuDecode and BwPeakTBs in hardware_config.json are what this server reaches; steps have no overhead",
-    "--latency-model roofline refuses an alpha, so one decode instance serves all requests and takes alpha from defaults.yaml",
+    (
+        "form: roofline. mfuPrefill, mfuDecode and BwPeakTBs in hardware_config.json are what this server reaches; "
+        "steps have no overhead"
+    ),
+    (
+        "--latency-model roofline refuses an alpha, so one decode instance serves all requests and takes alpha from "
+        "defaults.yaml"
+    ),
     "the prefill instance gets no request, and nothing reads the beta in defaults.yaml",
 )
 
@@ -134,7 +141,8 @@ _ROOFLINE_NOTES = (
 class BlisCoefficients:
     """The coefficients as written for BLIS, with the errors of exactly these.
 
-    Of three beta its backend is `roofline`: these are multiples of the peak times, in the order of `BLIS_ROOFLINE_TERMS`.
+    Of three beta its backend is `roofline`: these are multiples of the peak times, in the order of
+    `BLIS_ROOFLINE_TERMS`.
     """
 
     alpha: tuple[int, int, int]
@@ -144,7 +152,8 @@ class BlisCoefficients:
 
 
 def fit_blis(source: Source, *, only_ten: bool = False) -> BlisCoefficients:
-    """Fit the overheads, and step times on BLIS's terms, in the form and weighting whose replay is closest on training requests.
+    """Fit the overheads, and step times on BLIS's terms, in the form and weighting whose replay is closest on training
+    requests.
 
     Args:
         source: Models and tables of the deployment.
@@ -189,7 +198,10 @@ def fit_blis(source: Source, *, only_ten: bool = False) -> BlisCoefficients:
         same = [n for i, n in enumerate(_TERM_NAMES) if not steps.varies[i] and steps.x[:, i].any()]
         notes += [
             f"{', '.join(same)} do not vary in one deployment: beta6 contains what they add, for this deployment only",
-            f"{len(beta)} beta: the eleventh that BLIS reads, MoE dispatch between data-parallel ranks, stays at its default, beta3",
+            (
+                f"{len(beta)} beta: the eleventh that BLIS reads, MoE dispatch between data-parallel ranks, stays at "
+                "its default, beta3"
+            ),
         ]
     notes += [
         *_transfer(beta, steps),
@@ -235,11 +247,12 @@ def _arrival(source: Source) -> tuple[int, tuple[HeldOut, ...], tuple[str, ...]]
         raise DataError("no held-out request was queued at a step whose start is known")
     what = "ARRIVED to QUEUED, by alpha0 and the step boundary"
     error = held_out(what, "us", queued_us(holdout)[has_boundary], predicted[has_boundary], queued_us(train))
-    note = "alpha0 is the API's work, by the admission model: the wait for a step boundary, which BLIS simulates, is not in it"
+    note = (
+        "alpha0 is the API's work, by the admission model: the wait for a step boundary, which BLIS simulates, "
+        "is not in it"
+    )
     if per_token:
-        note += (
-            f"; it contains {number(per_token)} us per prompt token at the mean prompt of {mean:.0f} tokens"
-        )
+        note += f"; it contains {number(per_token)} us per prompt token at the mean prompt of {mean:.0f} tokens"
     return alpha, (error,), (note,)
 
 
@@ -249,7 +262,8 @@ def _arrival_without_clock(
     """Return alpha0 where no rule takes the wait for the step in progress out of ARRIVED to QUEUED.
 
     BLIS simulates that wait, so that a mean with it in would count it twice. Its spread is that of a step: where
-    admissions spread far less, QUEUED is stamped on arrival and their mean is the API's work. Else the soonest waited least.
+    admissions spread far less, QUEUED is stamped on arrival and their mean is the API's work. Else the soonest waited
+    least.
     """
     y, trained = target_of(holdout), target_of(train)
     step_us = float(np.median(source.tables.timeline["cycle_us"].drop_nulls().to_numpy()))
@@ -257,10 +271,12 @@ def _arrival_without_clock(
     waits = latest - soonest > _LEAST_LENGTH_SPREAD * step_us
     alpha = round(float(soonest if waits else trained.mean()))
     note = (
-        f"alpha0 is what the soonest {100 * _SOONEST:.0f} % of the requests took: the others contain a wait for the step in progress, which "
-        "BLIS simulates"
+        f"alpha0 is what the soonest {100 * _SOONEST:.0f} % of the requests took: the others contain a wait for the "
+        "step in progress, which BLIS simulates"
         if waits
-        else "alpha0 is the mean from ARRIVED to QUEUED, which contains no wait for a step: QUEUED is stamped on arrival"
+        else (
+            "alpha0 is the mean from ARRIVED to QUEUED, which contains no wait for a step: QUEUED is stamped on arrival"
+        )
     )
     what = "ARRIVED to QUEUED, by alpha0" + (" without the wait" if waits else "")
     return alpha, (held_out(what, "us", y, np.full(len(y), float(alpha)), trained),), (note,)
@@ -269,9 +285,7 @@ def _arrival_without_clock(
 def _departure(source: Source) -> tuple[tuple[int, int], tuple[HeldOut, ...], tuple[str, ...]]:
     """Return alpha1 and alpha2 with their error; 0 with a note if no span shows a departure."""
     if not source.tables.requests["departure_us"].count():
-        note = (
-            "alpha1 and alpha2 are 0: no request shows when it departs, and alpha0 has no way back of a token"
-        )
+        note = "alpha1 and alpha2 are 0: no request shows when it departs, and alpha0 has no way back of a token"
         return (0, 0), (), (note,)
     rows = request_frame(source.tables, target_named("departure"), FeatureSet("none", ()), {})
     train, holdout = train_and_holdout(source, rows, ["output_tokens"], "FINISHED to DEPARTED")
@@ -322,7 +336,10 @@ def _with_terms(source: Source, frame: pl.DataFrame) -> pl.DataFrame:
         lacking = "config.json" if context.architecture is None else "GPU"
         raise DataError(
             f"BLIS's step terms need the model's config.json and the GPU; the {lacking} is not known",
-            hint=f"ingest the run again with {named(ServerOptions, 'model_config')} and {named(ServerOptions, 'gpu')}: a name, or a JSON file with a device's rates",
+            hint=(
+                f"ingest the run again with {named(ServerOptions, 'model_config')} and "
+                f"{named(ServerOptions, 'gpu')}: a name, or a JSON file with a device's rates"
+            ),
         )
     tp = context.settings.tensor_parallel or 1
     # Unknown counts are null in BLIS's terms as well, and such steps are left out.
@@ -372,7 +389,9 @@ def _fit_eight(steps: _Steps, weights: Vector, huber: float) -> Vector:
 
 
 def _fit_roofline(steps: _Steps, weights: Vector, huber: float) -> Vector:
-    """Fit the multiples of the peak times, with one for all compute where steps cannot tell decode compute from prefill compute."""
+    """Fit the multiples of the peak times, with one for all compute where steps cannot tell decode compute from prefill
+    compute.
+    """
     factors = _bound(steps.roofline, steps.y, weights, huber)
     if _LEAST_FACTOR < factors[1] <= MOST_NOMINAL:
         return factors
@@ -433,8 +452,8 @@ _PHASE_TERMS = {"prefill": {0: "compute", 8: "KV"}, "decode": {1: "compute", 9: 
 def _transfer(beta: Vector, steps: _Steps) -> Iterator[str]:
     """Yield a note on coefficients that stand in for other terms and are valid for one deployment only.
 
-    A phase is bound by one of its two roofline terms. One of them may therefore be 0, but not both, and neither should be a
-    large multiple of its nominal value.
+    A phase is bound by one of its two roofline terms. One of them may therefore be 0, but not both, and neither should
+    be a large multiple of its nominal value.
     """
     implausible, phases = [], _PHASE_TERMS
     if _is_roofline(beta):
@@ -450,8 +469,8 @@ def _transfer(beta: Vector, steps: _Steps) -> Iterator[str]:
             implausible += [f"beta{i} ({phase} {varying[i]}) is 0" for i in varying if not beta[i]]
     if implausible:
         yield (
-            f"no transfer: {', '.join(implausible)}; these stand in for other terms, and are valid for this model, GPU, tensor parallelism "
-            "and load only"
+            f"no transfer: {', '.join(implausible)}; these stand in for other terms, and are valid for this model, "
+            "GPU, tensor parallelism and load only"
         )
 
 
@@ -473,8 +492,9 @@ def _full_batch(source: Source, steps: _Steps, beta: Vector) -> Iterator[str]:
         return
     if predicted and abs(blis / predicted - 1) > MAX_DIFFERENCE:
         yield (
-            f"beyond the training load BLIS's steps differ from the step model: with {slots} requests decoding (trained on up to {trained_on:.0f}) "
-            f"it takes {blis / 1e3:.3g} ms, {source.models.step_model.name} {predicted / 1e3:.3g} ms"
+            f"beyond the training load BLIS's steps differ from the step model: with {slots} requests decoding "
+            f"(trained on up to {trained_on:.0f}) it takes {blis / 1e3:.3g} ms, {source.models.step_model.name} "
+            f"{predicted / 1e3:.3g} ms"
         )
 
 
@@ -487,7 +507,9 @@ def _times(source: Source, beta: Vector) -> StepRates | RooflineRates:
 
 
 def _step_rates(source: Source, beta: Vector) -> StepRates:
-    """Return BLIS's step time as a sum of products: the differences of its terms between steps that differ in one count."""
+    """Return BLIS's step time as a sum of products: the differences of its terms between steps that differ in one
+    count.
+    """
     if len(beta) < len(_TERM_NAMES):
         one = np.eye(len(_TERM_NAMES))
         phases = (
@@ -503,9 +525,7 @@ def _step_rates(source: Source, beta: Vector) -> StepRates:
     pair, context = token | {PAIRS_COLUMN: 1.0}, decode | {"context_tokens": 1.0}
     terms = _with_terms(source, pl.DataFrame([nothing, request, token, pair, decode, context]))
     empty, one, token_us, pair_us, decode_us, context_us = (matrix(terms, _TERM_NAMES) @ beta).tolist()
-    return StepRates(
-        empty, one - empty, token_us - empty, pair_us - token_us, decode_us - one, context_us - decode_us
-    )
+    return StepRates(empty, one - empty, token_us - empty, pair_us - token_us, decode_us - one, context_us - decode_us)
 
 
 # -- replays ---------------------------------------------------------------------------------------------
@@ -543,9 +563,9 @@ def _requests(source: Source, ends: pl.DataFrame) -> tuple[pl.DataFrame, str | N
 
     Returns:
         A row per request, engine by engine in the order they arrived, in us since its first: `arrival` and `departure`
-        (whole), the measured `TTFT`, `ITL` and `E2E`; `prompt`, `output` (at least 1) and `shared` tokens (in the prefix
-        cache); `counts`, whether it counts in errors (not aborted, with more than one token); `boundary`, where the hold-out
-        begins.
+        (whole), the measured `TTFT`, `ITL` and `E2E`; `prompt`, `output` (at least 1) and `shared` tokens (in the
+        prefix cache); `counts`, whether it counts in errors (not aborted, with more than one token); `boundary`, where
+        the hold-out begins.
     """
     rows = stamped_requests(source).join(ends, on=SERVER).sort(*ENGINE, "arrival_ns", maintain_order=True)
     begin = pl.col("arrival_ns").first().over(ENGINE)
@@ -611,9 +631,7 @@ def _replayed(
 
 def _error_pct(requests: pl.DataFrame, name: str, percent: int) -> float:
     """Return the error in percent of a percentile of a replayed latency."""
-    actual, replayed = (
-        percentile(requests[column].to_numpy(), percent) for column in (name, f"replayed {name}")
-    )
+    actual, replayed = (percentile(requests[column].to_numpy(), percent) for column in (name, f"replayed {name}"))
     return float(100 * (replayed / actual - 1))
 
 
@@ -622,12 +640,11 @@ def _worst(requests: pl.DataFrame) -> float:
     return max(abs(_error_pct(requests, *what)) / bar for what, bar in BAR_PCT.items())
 
 
-def _choose(
-    replays: _Replay, fits: Mapping[str, Vector], training: pl.DataFrame, steps: _Steps
-) -> tuple[Vector, str]:
+def _choose(replays: _Replay, fits: Mapping[str, Vector], training: pl.DataFrame, steps: _Steps) -> tuple[Vector, str]:
     """Choose the fit with the smallest worst error over the training requests under light and under heavy load.
 
-    One whose coefficients stand in for other terms is chosen only where no other is about as close, or as close as asked.
+    One whose coefficients stand in for other terms is chosen only where no other is about as close, or as close as
+    asked.
 
     Returns:
         Its coefficients, and how they were chosen, for the user. Where requests were preempted, all of them are scaled.
@@ -645,9 +662,9 @@ def _choose(
     close = [w for w in worst if worst[w] <= enough_error and not any(_transfer(fits[w], steps))]
     best = min(close or worst, key=lambda w: worst[w])
     reason = (
-        f"{best}, of {len(fits)} the closest replay of {training['counts'].sum()} training requests, "
-        f"light and heavy load apart: at worst {worst[best]:.2f} times what is asked (TTFT P50 within 10 %, ITL and E2E P50 "
-        f"and P90 within 3 %), equal steps {worst[EQUAL_STEPS]:.2f}"
+        f"{best}, of {len(fits)} the closest replay of {training['counts'].sum()} training requests, light and heavy "
+        f"load apart: at worst {worst[best]:.2f} times what is asked (TTFT P50 within 10 %, ITL and E2E P50 and P90 "
+        f"within 3 %), equal steps {worst[EQUAL_STEPS]:.2f}"
     )
     if not any_preempted:
         return fits[best], reason
@@ -660,8 +677,8 @@ def _choose(
         low, high = (middle, high) if too_short else (low, middle)
     scale = round((low + high) / 2, 4)
     return fits[best] * scale, (
-        f"{reason}; step times times {scale:g}, so that latencies add up over training requests: BLIS finds the prompt of a "
-        "preempted request in its cache and generates its output again, the server computes both again"
+        f"{reason}; step times times {scale:g}, so that latencies add up over training requests: BLIS finds the "
+        "prompt of a preempted request in its cache and generates its output again, the server computes both again"
     )
 
 

@@ -1,18 +1,19 @@
 """The step-time terms of BLIS (inference-sim, backend `trained-physics`), by BLIS's definitions.
 
-Coefficients that BLIS loads must be fitted on exactly these terms. Its simplifications are kept on purpose: the head size
-is hidden // heads, FFNs have three matrices, KV elements take two bytes, windows and latent attention are unknown, a
-MoE model has MoE layers only (Llama 4: one in `interleave_moe_layer_step` + 1), a decode request's context excludes the
-token being made, a prefill request's attention sees its whole prompt, and links are as fast as memory.
+Coefficients that BLIS loads must be fitted on exactly these terms. Its simplifications are kept on purpose: the head
+size is hidden // heads, FFNs have three matrices, KV elements take two bytes, windows and latent attention are unknown,
+a MoE model has MoE layers only (Llama 4: one in `interleave_moe_layer_step` + 1), a decode request's context excludes
+the token being made, a prefill request's attention sees its whole prompt, and links are as fast as memory.
 
 With d hidden, H heads, d_h = d // H, d_kv = KV heads·d_h, T_p and T_d prefill and decode tokens, peak in FLOP/us, bw in
-bytes/us, b bytes per weight, k experts per token, N experts, per MoE layer f = T·k·6·d·(expert width) + T·6·d·(shared width) and
-per dense layer f = T·6·d·(FFN width):
+bytes/us, b bytes per weight, k experts per token, N experts, per MoE layer f = T·k·6·d·(expert width) + T·6·d·(shared
+width) and per dense layer f = T·6·d·(FFN width):
 
 - `blis_prefill_compute_us` = [L·2·T_p·d·(2d + 2d_kv) + Σ_layers f + L·4·H·Σ t·(s + t/2)·d_h] / tp / peak, over prefill
   requests with t new tokens of a prompt of s;
 - `blis_decode_compute_us`: the same with T_d, and L·4·H·Σc·d_h for contexts c;
-- `blis_weight_us` = [L·d·(2d + 2d_kv) + Σ_dense 3·d·(FFN width) + Σ_moe 3·d·(N·(expert width) + (shared width))]·b / tp / bw;
+- `blis_weight_us` = [L·d·(2d + 2d_kv) + Σ_dense 3·d·(FFN width) + Σ_moe 3·d·(N·(expert width) + (shared width))]·b / tp
+  / bw;
 - `blis_tp_us` = 2·L·(T_p + T_d)·d·2 B·2·(tp - 1)/tp/bw;
 - `blis_prefill_kv_us` = L·2·(d_kv/tp)·2 B·T_p/bw, `blis_decode_kv_us` the same with Σc + T_d.
 
@@ -42,8 +43,8 @@ if TYPE_CHECKING:
 PAIRS_COLUMN = "prefill_pairs"
 """Optional column: Σ t·(s + t/2) over prefill requests, as `with_prefill_pairs` computes it; null if unknown.
 
-Without it all prefill requests of a step count as equal, an error of up to 14 % of the prefill compute of a step with several,
-and a prompt as long as what is computed of it after the step, which is exact for its last chunk.
+Without it all prefill requests of a step count as equal, an error of up to 14 % of the prefill compute of a step with
+several, and a prompt as long as what is computed of it after the step, which is exact for its last chunk.
 """
 
 BLIS_TERMS: dict[str, str] = {
@@ -61,7 +62,8 @@ BLIS_TERMS: dict[str, str] = {
 """Terms in the order of BLIS's ten beta coefficients, with their units."""
 
 BLIS_ROOFLINE_TERMS = ("roofline_prefill_us", "roofline_decode_us", "roofline_memory_us")
-"""Terms of its backend `roofline` at the peak rates: a step takes the larger of compute (the sum of two) and memory time."""
+"""Terms of its backend `roofline` at the peak rates: a step takes the larger of compute (the sum of two) and memory
+time."""
 
 # BLIS's constants, whatever the model's data types are.
 _KV_BYTES = 2.0
@@ -89,9 +91,7 @@ def add_blis_terms(frame: pl.DataFrame, arch: ModelArchitecture, gpu: Gpu, *, tp
         raise DataError(f"BLIS terms need the columns {', '.join(missing)}", hint="rebuild the timeline")
     arch.check_tensor_parallel(tp)
     if arch.kv_heads % tp:
-        raise UsageError(
-            f"BLIS needs KV heads ({arch.kv_heads}) divisible by tensor_parallel {tp}", where=arch.name
-        )
+        raise UsageError(f"BLIS needs KV heads ({arch.kv_heads}) divisible by tensor_parallel {tp}", where=arch.name)
     moe_layers = _moe_layers(arch)
     dense_widths = (arch.layers - moe_layers) * arch.ffn
     shared = 0 if _is_llama4(arch) else arch.shared_ffn  # BLIS does not read Llama 4's shared expert
@@ -117,12 +117,8 @@ def add_blis_terms(frame: pl.DataFrame, arch: ModelArchitecture, gpu: Gpu, *, tp
     alike = prefill * (prompts + prefill / 2) / prefill_reqs
     prefill_pairs = pl.coalesce(PAIRS_COLUMN, alike) if PAIRS_COLUMN in frame.columns else alike
     terms = {
-        "blis_prefill_compute_us": _where(
-            prefill, (prefill * token_flops + prefill_pairs * pair_flops) / flops_per_us
-        ),
-        "blis_decode_compute_us": _where(
-            decode, (decode * token_flops + contexts * pair_flops) / flops_per_us
-        ),
+        "blis_prefill_compute_us": _where(prefill, (prefill * token_flops + prefill_pairs * pair_flops) / flops_per_us),
+        "blis_decode_compute_us": _where(decode, (decode * token_flops + contexts * pair_flops) / flops_per_us),
         "blis_weight_us": pl.lit(step_weight_bytes / tp / bytes_per_us),
         "blis_tp_us": (prefill + decode) * (all_reduce_bytes / bytes_per_us),
         "blis_layers": pl.lit(arch.layers),
@@ -147,7 +143,8 @@ def _is_llama4(arch: ModelArchitecture) -> bool:
 
 def _moe_layers(arch: ModelArchitecture) -> int:
     if _is_llama4(arch):
-        # BLIS takes the step for the dense layers between two MoE layers: 24 of Scout's 48 are MoE to it (all are), 16 of Maverick's (24).
+        # BLIS takes the step for the dense layers between two MoE layers: 24 of Scout's 48 are MoE to it (all are), 16
+        # of Maverick's (24).
         interleave_step = arch.moe_layer_ids[0] + 1
         return arch.layers // (interleave_step + 1)
     return arch.layers if arch.is_moe else 0
@@ -168,8 +165,8 @@ def _flops_per_us(arch: ModelArchitecture, gpu: Gpu, tp: int) -> float:
 class RooflineShape:
     """The backend `roofline`: what a step computes and moves, by its definitions, as times at the peak rates in us.
 
-    It differs from the other backend: FFNs have two matrices, a step reads the experts that its tokens are expected to choose, vector
-    operations and activations count, and shared experts do not.
+    It differs from the other backend: FFNs have two matrices, a step reads the experts that its tokens are expected to
+    choose, vector operations and activations count, and shared experts do not.
 
     Source: `sim/latency/roofline.go` of inference-sim, August 2026.
     """
@@ -187,8 +184,9 @@ class RooflineShape:
         """Return the columns of `BLIS_ROOFLINE_TERMS`, shape (n, 3).
 
         Args:
-            counts: prefill tokens, tokens of their requests in the cache, sum of t * (c + t / 2) over requests that compute t tokens
-                with c in the cache, decoding requests, and their tokens in the cache; each of shape (n,) or one for all.
+            counts: prefill tokens, tokens of their requests in the cache, sum of t * (c + t / 2) over requests that
+                compute t tokens with c in the cache, decoding requests, and their tokens in the cache; each of shape
+                (n,) or one for all.
         """
         prefill, before, seen, decode, context = np.broadcast_arrays(*map(np.atleast_1d, counts))
         pairs = seen - prefill / 2  # the first of t tokens sees c, the next c + 1
@@ -198,8 +196,7 @@ class RooflineShape:
         memory = self.weights_us + self.experts_us * (1 - missed)
         memory = memory + self.kv_us * (tokens + before + context) + self.activation_us * tokens
         compute = (
-            count * self.token_us + pairs_of * self.pair_us
-            for count, pairs_of in ((prefill, pairs), (decode, context))
+            count * self.token_us + pairs_of * self.pair_us for count, pairs_of in ((prefill, pairs), (decode, context))
         )
         return np.column_stack([*compute, memory])
 
@@ -231,8 +228,8 @@ def with_prefill_pairs(timeline: pl.DataFrame, requests: pl.DataFrame) -> pl.Dat
     """Add `PAIRS_COLUMN` to a timeline: BLIS sums over the prefill requests of a step, a summary only has their total.
 
     A prompt that one step computes follows from its request. For a prompt in chunks, each step computed what the other
-    prompts leave of the step's prefill tokens, and the last step computed the rest of the prompt. A step whose tokens do
-    not add up (a request that is not traced, or was preempted) is null.
+    prompts leave of the step's prefill tokens, and the last step computed the rest of the prompt. A step whose tokens
+    do not add up (a request that is not traced, or was preempted) is null.
 
     Args:
         timeline: The `timeline` table: columns of the engine, step_id, prefill_tokens.
@@ -244,9 +241,7 @@ def with_prefill_pairs(timeline: pl.DataFrame, requests: pl.DataFrame) -> pl.Dat
         & (pl.col("num_preemptions").fill_null(0) == 0)
     ).with_columns(need=pl.col("prompt_tokens") - pl.col("cached_prompt_tokens").fill_null(0))
     in_one = pl.col("first_scheduled_step") == pl.col("first_token_step")
-    whole = whole_lives.filter(in_one).select(
-        *ENGINE, "prompt_tokens", step_id="first_scheduled_step", tokens="need"
-    )
+    whole = whole_lives.filter(in_one).select(*ENGINE, "prompt_tokens", step_id="first_scheduled_step", tokens="need")
     filled = whole.group_by(key).agg(filled=pl.col("tokens").sum())
     steps = timeline.select(*key, "prefill_tokens").join(filled, on=key, how="left", maintain_order="left")
     computed = pl.concat([whole, _chunks(whole_lives.filter(~in_one), steps)], how="vertical_relaxed")
@@ -260,7 +255,8 @@ def with_prefill_pairs(timeline: pl.DataFrame, requests: pl.DataFrame) -> pl.Dat
 
 
 def _chunks(chunked: pl.DataFrame, steps: pl.DataFrame) -> pl.DataFrame:
-    """Return the tokens that each step computed of each prompt in chunks; prompts scheduled earlier take their tokens first.
+    """Return the tokens that each step computed of each prompt in chunks; prompts scheduled earlier take their tokens
+    first.
 
     Args:
         chunked: Requests whose prompts took several steps, with `need`.
@@ -268,13 +264,12 @@ def _chunks(chunked: pl.DataFrame, steps: pl.DataFrame) -> pl.DataFrame:
     """
     kept = chunked.select(*ENGINE, "prompt_tokens").schema
     shape = pl.Schema({**kept, "step_id": pl.Int64(), "tokens": pl.Int64()})
-    # `room`: prefill tokens of a step that no prompt accounts for yet. Only of the steps in the timeline: ids may be far apart.
+    # `room`: prefill tokens of a step that no prompt accounts for yet. Only of the steps in the timeline: ids may be
+    # far apart.
     room = (pl.col("prefill_tokens") - pl.col("filled").fill_null(0)).fill_null(0).clip(lower_bound=0)
     engines = {
         engine: (rows["step_id"].to_numpy(), rows["room"].to_numpy(writable=True))
-        for engine, rows in steps.sort("step_id")
-        .with_columns(room=room)
-        .group_by(ENGINE, maintain_order=True)
+        for engine, rows in steps.sort("step_id").with_columns(room=room).group_by(ENGINE, maintain_order=True)
     }
     # A loop, for each prompt takes what the earlier ones leave; only prompts in chunks come here.
     rows = []

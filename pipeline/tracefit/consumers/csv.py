@@ -23,9 +23,7 @@ def to_csv(source: Source) -> Export:
     writer.writeheader()
     writer.writerows({name: spreadsheet_safe(cell) for name, cell in row.items()} for row in rows)
     errors = tuple(
-        HeldOut(
-            m.name, "us", v.holdout.n, v.holdout.mape_pct, v.holdout.mae, v.holdout.bias_pct, v.baseline.mae
-        )
+        HeldOut(m.name, "us", v.holdout.n, v.holdout.mape_pct, v.holdout.mae, v.holdout.bias_pct, v.baseline.mae)
         for m in models.models.values()
         if (v := m.validation) is not None
     )

@@ -1,7 +1,7 @@
 """Export to Dynamo's mocker: one .npz with grids of step times in ms, on which the step model is evaluated.
 
-The mocker interpolates linearly and extrapolates beyond the grid: prefill_ttft_ms over the new tokens of a step, decode_itl
-over (tokens in all caches, tokens per request). A step with prefill and decode takes the sum of the two.
+The mocker interpolates linearly and extrapolates beyond the grid: prefill_ttft_ms over the new tokens of a step,
+decode_itl over (tokens in all caches, tokens per request). A step with prefill and decode takes the sum of the two.
 """
 
 from __future__ import annotations
@@ -65,7 +65,10 @@ def to_dynamo(source: Source) -> Export:
     counts = f"{mixed} of {prefills.height} training steps with prompts decode too"
     errors = errors_of(grids, train, holdout)
     notes = (
-        f"a step that prefills and decodes takes the sum: prefill_ttft_ms {holds} decode_itl, {constant:.3f} ms ({counts})",
+        (
+            f"a step that prefills and decodes takes the sum: prefill_ttft_ms {holds} decode_itl, {constant:.3f} ms "
+            f"({counts})"
+        ),
         "prompt tokens computed before, and prefill requests beyond the first, are not in its grids",
         "--model-path is where the mocker gets its tokenizer: the model's name, or a folder",
         *worse_than_baseline(errors),
@@ -110,7 +113,8 @@ def grids_of(source: Source, train: pl.DataFrame, constant_ms: float) -> dict[st
 
 
 def axes(train: pl.DataFrame) -> tuple[Vector, Vector, Vector]:
-    """Return prompt tokens, tokens in the caches of a batch and those of one request, over the range of the training steps.
+    """Return prompt tokens, tokens in the caches of a batch and those of one request, over the range of the training
+    steps.
 
     Each rises strictly, whatever the steps: the mocker divides by the width of a cell.
     """
@@ -139,16 +143,12 @@ def _npz(arrays: Mapping[str, Vector | Matrix]) -> bytes:
     with zipfile.ZipFile(packed, "w") as archive:
         for name, array in arrays.items():
             content = io.BytesIO()
-            np.lib.format.write_array(
-                content, np.ascontiguousarray(array, dtype=np.float64), allow_pickle=False
-            )
+            np.lib.format.write_array(content, np.ascontiguousarray(array, dtype=np.float64), allow_pickle=False)
             archive.writestr(zipfile.ZipInfo(f"{name}.npy"), content.getvalue())
     return packed.getvalue()
 
 
-def errors_of(
-    grids: Mapping[str, Vector | Matrix], train: pl.DataFrame, holdout: pl.DataFrame
-) -> tuple[HeldOut, ...]:
+def errors_of(grids: Mapping[str, Vector | Matrix], train: pl.DataFrame, holdout: pl.DataFrame) -> tuple[HeldOut, ...]:
     """Return the errors of the grids, as the mocker reads them, on held-out steps of each kind."""
     y, trained = (part["y"].to_numpy() / 1e3 for part in (holdout, train))
     predicted = _mocked(grids, holdout)
@@ -187,6 +187,8 @@ def _mocked(grids: Mapping[str, Vector | Matrix], steps: pl.DataFrame) -> Vector
 
 
 def _cell(axis: Vector, at: Vector) -> tuple[np.ndarray[tuple[int, ...], np.dtype[np.int64]], Vector]:
-    """Return the index of each value's cell, the outermost one beyond the axis, and its relative position in the cell."""
+    """Return the index of each value's cell, the outermost one beyond the axis, and its relative position in the
+    cell.
+    """
     left = np.clip(np.searchsorted(axis, at, side="right") - 1, 0, len(axis) - 2)
     return left, (at - axis[left]) / (axis[left + 1] - axis[left])

@@ -1,8 +1,9 @@
 """Export to Dynamo's planner: ForwardPassMetrics of measured steps, and profiling data of the model on a grid.
 
-Read in `dynamo/planner/monitoring/perf_metrics.py` of ai-dynamo 1.6.1: the planner starts from the records that a worker's
-`get_perf_metrics` returns (`{"results": [{"point": {"point_type": …}, "fpms": […]}]}`), or from `profile_results_dir`
-(`prefill_raw_data.json`, `decode_raw_data.json`), which it makes records of. It fits lines to them.
+Read in `dynamo/planner/monitoring/perf_metrics.py` of ai-dynamo 1.6.1: the planner starts from the records that a
+worker's `get_perf_metrics` returns (`{"results": [{"point": {"point_type": …}, "fpms": […]}]}`), or from
+`profile_results_dir` (`prefill_raw_data.json`, `decode_raw_data.json`), which it makes records of. It fits lines to
+them.
 """
 
 from __future__ import annotations
@@ -31,9 +32,7 @@ def to_dynamo_planner(source: Source) -> Export:
     """
     train, holdout = train_and_holdout(source, source.steps(COLUMNS), COLUMNS, "step times")
     grids = grids_of(source, train, 0.0)
-    active, context = np.meshgrid(
-        grids["decode_active_kv_tokens"], grids["decode_context_length"], indexing="ij"
-    )
+    active, context = np.meshgrid(grids["decode_active_kv_tokens"], grids["decode_context_length"], indexing="ij")
     whole = active >= context  # a request at least: the planner rounds the batch
     blocks = kv_blocks(source)
     most = blocks * block_size(source) if blocks else int(active.max())
@@ -53,9 +52,7 @@ def to_dynamo_planner(source: Source) -> Export:
         f"profile_results_dir: {OUT} is the planner's setting; errors are those of the grid between its points",
     )
     files: dict[str, str | bytes] = {
-        "benchmark_results.json": json.dumps(
-            {"status": "ok", "results": _results(pl.concat([train, holdout]))}
-        ),
+        "benchmark_results.json": json.dumps({"status": "ok", "results": _results(pl.concat([train, holdout]))}),
         "prefill_raw_data.json": json.dumps(prefill),
         "decode_raw_data.json": json.dumps(decode),
     }
@@ -63,7 +60,9 @@ def to_dynamo_planner(source: Source) -> Export:
 
 
 def steps_of_one_kind(steps: pl.DataFrame) -> Iterator[tuple[str, pl.DataFrame]]:
-    """Yield the latest single steps that only prefill, then those that only decode; a row of an interval is a mean of steps."""
+    """Yield the latest single steps that only prefill, then those that only decode; a row of an interval is a mean of
+    steps.
+    """
     single = steps.filter(pl.col("interval_steps") == 1).sort("ts_ns")
     prefills, decodes = pl.col("prefill_tokens") > 0, pl.col("num_decode_reqs") > 0
     for kind, chosen in (("prefill", prefills & ~decodes), ("decode", decodes & ~prefills)):
@@ -81,9 +80,7 @@ def _results(steps: pl.DataFrame) -> list[dict[str, object]]:
     return [
         {
             "point": {"point_type": kind},
-            "fpms": rows.select(
-                wall_time=pl.Series(rows["y"].to_numpy() / 1e6), scheduled_requests=counts
-            ).to_dicts(),
+            "fpms": rows.select(wall_time=pl.Series(rows["y"].to_numpy() / 1e6), scheduled_requests=counts).to_dicts(),
         }
         for kind, rows in steps_of_one_kind(steps)
     ]

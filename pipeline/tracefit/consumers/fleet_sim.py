@@ -1,7 +1,7 @@
 """Export to the fleet simulator of vLLM's semantic router (`vllm-sr-sim`): the constants of its `ManualProfile`.
 
-Read in `fleet_sim/gpu_profiles/manual.py` of 0.1.0 (July 2026): a step takes W + H · n · (mean tokens of a sequence / calibration_ctx)
-seconds with n sequences, whether it prefills or not.
+Read in `fleet_sim/gpu_profiles/manual.py` of 0.1.0 (July 2026): a step takes W + H · n · (mean tokens of a sequence /
+calibration_ctx) seconds with n sequences, whether it prefills or not.
 """
 
 from __future__ import annotations

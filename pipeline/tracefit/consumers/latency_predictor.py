@@ -1,7 +1,7 @@
 """Export to llm-d-latency-predictor: measured requests as rows of its training server, for a start that is not cold.
 
-Read in `training/training_server.py` of August 2026: `POST /add_training_data_bulk` takes `{"entries": [TrainingEntry, …]}`. A row
-has the state of the server when the request came, its lengths, and its TTFT and time per output token.
+Read in `training/training_server.py` of August 2026: `POST /add_training_data_bulk` takes `{"entries": [TrainingEntry,
+…]}`. A row has the state of the server when the request came, its lengths, and its TTFT and time per output token.
 """
 
 from __future__ import annotations

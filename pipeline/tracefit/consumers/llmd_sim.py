@@ -3,7 +3,8 @@
 prefill = (prefill-overhead + uncached prompt tokens * prefill-time-per-token) * load; every token after the first takes
 inter-token-latency * load; load = 1 + (time-factor-under-load - 1) * (running requests - 1) / (max-num-seqs - 1).
 
-Up to v0.9.2 the simulator refuses a prefill-time-std-dev above 30 % of prefill-time-per-token; v0.10.0 has no such bound.
+Up to v0.9.2 the simulator refuses a prefill-time-std-dev above 30 % of prefill-time-per-token; v0.10.0 has no such
+bound.
 """
 
 from __future__ import annotations
@@ -106,18 +107,21 @@ def _version_note(written_sd: float, sd: float, *, bounded: bool) -> str:
         )
     if bounded:
         return "for llm-d-inference-sim up to v0.9.2, and newer"
-    return f"loads from llm-d-inference-sim v0.10.0; `tracefit export {flag_of(ConsumerVersionOption)} 0.9.2` cuts prefill-time-std-dev to what older ones take"
+    return (
+        f"loads from llm-d-inference-sim v0.10.0; `tracefit export {flag_of(ConsumerVersionOption)} 0.9.2` cuts "
+        "prefill-time-std-dev to what older ones take"
+    )
 
 
 def _model_length(source: Source) -> tuple[int, tuple[str, ...]]:
-    """Return max-model-len, and a note where the server's is not known (the simulator's own default, 1024, is too short)."""
+    """Return max-model-len, and a note where the server's is not known (the simulator's own default, 1024, is too
+    short).
+    """
     if (stated := source.deployment.context.settings.max_model_len) is not None:
         return stated, ()
     tokens = pl.col("prompt_tokens") + pl.col("output_tokens").fill_null(0)
     longest = int(source.tables.requests.select(tokens).drop_nulls().to_numpy().max(initial=1))
-    return longest, (
-        f"max-model-len is not known: {longest} tokens, the longest request traced, stand in for it",
-    )
+    return longest, (f"max-model-len is not known: {longest} tokens, the longest request traced, stand in for it",)
 
 
 def _share(running: Vector, slots: int) -> Vector:

@@ -1,7 +1,7 @@
 """Export to vllm-vcr: measured requests as its `--latency-trace`, from which it fits a model of latencies.
 
-Read in `crates/sim-trace/src/trace.rs` of August 2026: a line of JSON per request, the first line may be `{"meta": …}`. `itl_ctx` has the
-state of the engine at the step that closed each gap between two tokens.
+Read in `crates/sim-trace/src/trace.rs` of August 2026: a line of JSON per request, the first line may be `{"meta": …}`.
+`itl_ctx` has the state of the engine at the step that closed each gap between two tokens.
 """
 
 from __future__ import annotations
@@ -47,8 +47,14 @@ def to_vcr(source: Source) -> Export:
     gaps = sum("itl_ms" in record for record in records)
     since = requests["queued_ns"].count()
     notes = (
-        f"{len(records):,} measured requests, {gaps:,} with each gap between tokens, the others with its mean; vllm-vcr fits a model",
-        f"ttft_ms of {since:,} requests begins at QUEUED, of the others at arrival: vllm-vcr runs vLLM's front end, whose work counts once",
+        (
+            f"{len(records):,} measured requests, {gaps:,} with each gap between tokens, the others with its mean; "
+            "vllm-vcr fits a model"
+        ),
+        (
+            f"ttft_ms of {since:,} requests begins at QUEUED, of the others at arrival: vllm-vcr runs vLLM's front "
+            "end, whose work counts once"
+        ),
     )
     served = flags(
         {
@@ -65,15 +71,15 @@ def to_vcr(source: Source) -> Export:
 
 
 def _requests(source: Source) -> pl.DataFrame:
-    """Return the requests with, as lists over the steps after the first token, `cycle_us`, `running_depth` and `finished` prompts."""
+    """Return the requests with, as lists over the steps after the first token, `cycle_us`, `running_depth` and
+    `finished` prompts.
+    """
     requests = source.tables.requests
     # A step that ends a prompt is marked with the whole of it, however many chunks it took.
-    prompts = requests.group_by(*ENGINE, step_id="first_token_step").agg(
-        finished=pl.col("prompt_tokens").sum()
+    prompts = requests.group_by(*ENGINE, step_id="first_token_step").agg(finished=pl.col("prompt_tokens").sum())
+    steps = source.tables.timeline.select(*ENGINE, "step_id", "cycle_us", "running_depth", "interval_steps").join(
+        prompts, on=[*ENGINE, "step_id"], how="left", maintain_order="left"
     )
-    steps = source.tables.timeline.select(
-        *ENGINE, "step_id", "cycle_us", "running_depth", "interval_steps"
-    ).join(prompts, on=[*ENGINE, "step_id"], how="left", maintain_order="left")
     timed = requests.drop_nulls(["ttft_us", "itl_us", "prompt_tokens", "output_tokens", "arrival_ns"]).filter(
         (pl.col("output_tokens") > 1) & pl.col("finish_status").ne_missing("aborted")
     )
@@ -82,9 +88,7 @@ def _requests(source: Source) -> pl.DataFrame:
     tokens = pl.col("finished_step") - pl.col("first_token_step") == pl.col("output_tokens") - 1
     decoding = (
         rows.filter(tokens)
-        .select(
-            "i", *ENGINE, step_id=pl.int_ranges(pl.col("first_token_step") + 1, pl.col("finished_step") + 1)
-        )
+        .select("i", *ENGINE, step_id=pl.int_ranges(pl.col("first_token_step") + 1, pl.col("finished_step") + 1))
         .explode("step_id")
         .join(steps, on=[*ENGINE, "step_id"], how="left", maintain_order="left")
     )

@@ -1,4 +1,6 @@
-"""The parts of a report are made one by one: a part that cannot be made is a line of the report, and the others are there."""
+"""The parts of a report are made one by one: a part that cannot be made is a line of the report, and the others are
+there.
+"""
 
 from __future__ import annotations
 

@@ -60,7 +60,9 @@ _PART_OF = {feature: part for part, features in STEP_PARTS.items() for feature i
 
 
 class Breakdown(NamedTuple):
-    """Durations in groups of equal size from short to long: means of each group, of the parts in ms by name and of the whole."""
+    """Durations in groups of equal size from short to long: means of each group, of the parts in ms by name and of the
+    whole.
+    """
 
     # Means, not medians: those of the parts add up to that of the whole.
     parts: dict[str, list[float]]
@@ -70,7 +72,8 @@ class Breakdown(NamedTuple):
 
 
 def step_breakdown(model: LinearModel, steps: pl.DataFrame) -> Breakdown | None:
-    """Return the parts of step times by the terms of their model, short steps first; null where no step has all of them.
+    """Return the parts of step times by the terms of their model, short steps first; null where no step has all of
+    them.
 
     `steps` have `measured_ms`, the model's features, and the `timeline` columns of the batch that executed.
     """

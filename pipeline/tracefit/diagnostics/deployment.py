@@ -78,7 +78,9 @@ class DeploymentDiagnostics:
     failed: tuple[str, ...] = ()
 
     def evaluated(self, model: Model) -> pl.DataFrame | None:
-        """Return the rows of a model that count, see `rows.evaluated`; null where the tables are of another training."""
+        """Return the rows of a model that count, see `rows.evaluated`; null where the tables are of another
+        training.
+        """
         if is_step_model(model.name):
             return evaluated(model, self.steps)
         return evaluated(model, self.waits.filter(target=model.name.removeprefix("alpha.")))
@@ -89,9 +91,7 @@ def models_of(deployment: DeploymentEvaluation, models: Sequence[Model]) -> list
     return [m for m in models if m.deployment_id == deployment.deployment_id and m.name in deployment.models]
 
 
-def diagnose(
-    deployment: DeploymentEvaluation, models: Sequence[Model], store: TableStore
-) -> DeploymentDiagnostics:
+def diagnose(deployment: DeploymentEvaluation, models: Sequence[Model], store: TableStore) -> DeploymentDiagnostics:
     """Read the rows that the figures of a deployment show.
 
     Raises:

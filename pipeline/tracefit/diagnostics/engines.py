@@ -36,8 +36,8 @@ class EngineRun:
         run_id: The run.
         server: The server.
         overload: That of the run in the evaluation.
-        bins: One row per interval of equal length: at_s and the means of running, waiting, tokens (per step) and kv_pct, and the
-            median of cycle_ms.
+        bins: One row per interval of equal length: at_s and the means of running, waiting, tokens (per step) and
+            kv_pct, and the median of cycle_ms.
         marked: Its warm-up, idle gaps, queues that never emptied, and overload.
         holdout_s: Where the hold-out begins; null where no row is held out.
     """
@@ -60,8 +60,8 @@ def engine_run(
 ) -> EngineRun | None:
     """Return load and step times of one engine over its run; null with fewer than two known steps.
 
-    `timeline` has the server's rows of that table (`TIMELINE_COLUMNS`), `training` those of `beta_training`, if any, for the
-    warm-up and the hold-out; `overload` is that of the run in the evaluation.
+    `timeline` has the server's rows of that table (`TIMELINE_COLUMNS`), `training` those of `beta_training`, if any,
+    for the warm-up and the hold-out; `overload` is that of the run in the evaluation.
     """
     # The figure leaves out steps without a time, and those of unknown batch.
     known = timeline.drop_nulls(["ts_start_ns", "running_depth"]).sort("ts_start_ns")

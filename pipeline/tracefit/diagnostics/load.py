@@ -45,7 +45,9 @@ def _in_flight(rows: pl.DataFrame) -> pl.Series:
 
 
 def step_times_over_batch(timeline: pl.DataFrame) -> dict[str, list[Bin]]:
-    """Return the step times of each run over the requests in the batch, of steps whose next one is known and not idle."""
+    """Return the step times of each run over the requests in the batch, of steps whose next one is known and not
+    idle.
+    """
     steps = timeline.filter(pl.col("cycle_source") == "adjacent", ~pl.col("idle_after")).with_columns(
         ms=pl.col("cycle_us") / US_PER_MS
     )

@@ -37,9 +37,7 @@ COMPOSITION = {
 }
 """Facts of a step that readers see, over columns of the `timeline` table."""
 
-RESIDUAL_COLUMNS = frozenset(
-    {*STEP, "deployment_id", "target", "source", "ts_ns", "y", "split", "excluded_reason"}
-)
+RESIDUAL_COLUMNS = frozenset({*STEP, "deployment_id", "target", "source", "ts_ns", "y", "split", "excluded_reason"})
 """Columns of training rows that figures need beside the features of the models."""
 
 _STRONG = 2
@@ -55,7 +53,8 @@ _BETWEEN_RUNS = 0.02
 
 
 def with_batches(steps: pl.DataFrame, batches: pl.DataFrame, *, lag_steps: int = 0) -> pl.DataFrame:
-    """Add to rows of `beta_training` the batch that executed, by columns of `timeline`; null for an interval of several steps.
+    """Add to rows of `beta_training` the batch that executed, by columns of `timeline`; null for an interval of several
+    steps.
 
     With `lag_steps` 1 the batch of the step before executes: scheduling runs that far ahead.
     """
@@ -79,7 +78,8 @@ def evaluated(model: Model, rows: pl.DataFrame) -> pl.DataFrame | None:
         return None
     kept = rows.filter(pl.col("excluded_reason").is_null())
     if is_step_model(model.name):
-        # A mean over an interval is not a step: the report gives the errors on single steps, if there are enough of them.
+        # A mean over an interval is not a step: the report gives the errors on single steps, if there are enough of
+        # them.
         single = kept.filter(is_one_step())
         kept = single if single.filter(split="holdout").height >= FEW_ROWS else kept
     # Time is in seconds, or in steps if the steps have no time.
@@ -98,7 +98,8 @@ def evaluated(model: Model, rows: pl.DataFrame) -> pl.DataFrame | None:
         at_s=(in_time() - in_time().min().over(SERVER)) / unit,
         regime=regime if isinstance(model, RegimesModel) else pl.lit("all"),
     )
-    # Residuals are rounded to a nanosecond, the resolution of the clocks, so that rounding errors do not count as residuals.
+    # Residuals are rounded to a nanosecond, the resolution of the clocks, so that rounding errors do not count as
+    # residuals.
     residual = (pl.col("measured_ms") - pl.col("predicted_ms")).round(6)
     kept = kept.with_columns(residual_ms=residual).drop_nulls("residual_ms")
     return kept if kept.filter(split="holdout").height else None
@@ -146,7 +147,8 @@ def steps_over_time(kept: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame, pl.
     """Return the rows of `evaluated` on one time axis, runs one after the other without the time between them.
 
     Returns:
-        The first runs: run_id, server and begins, where each begins on the axis in s; their rows, with `at_s` on the axis; and
+        The first runs: run_id, server and begins, where each begins on the axis in s; their rows, with `at_s` on the
+            axis; and
         means over equal intervals of time: begins, at_s, measured_ms, predicted_ms.
     """
     # Without the time between runs: traces of two days would be two dots with nothing between them.

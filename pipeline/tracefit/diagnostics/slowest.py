@@ -86,9 +86,7 @@ def _reason(row: Mapping[str, Any]) -> str:
     """Return the parts that took most of a request's time, the longest first."""
     parts = sorted(_parts(row, until_first=row["latency"] == "ttft"), reverse=True)
     large = [text for us, text in parts if us >= _SMALL_SHARE * row[f"{row['latency']}_us"]]
-    return (
-        "; ".join(large or [text for _, text in parts[:1]]) or "its trace does not show where the time went"
-    )
+    return "; ".join(large or [text for _, text in parts[:1]]) or "its trace does not show where the time went"
 
 
 def _parts(row: Mapping[str, Any], *, until_first: bool) -> Iterator[tuple[float, str]]:

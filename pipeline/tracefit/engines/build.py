@@ -45,10 +45,12 @@ if TYPE_CHECKING:
 _log = logging.getLogger("tracefit")
 
 _PLACED_SHARE = 0.9
-"""Least share of the requests on a log's lines that composition is worked out from: contexts are kept where both name as many requests."""
+"""Least share of the requests on a log's lines that composition is worked out from: contexts are kept where both name
+as many requests."""
 
 _COUNTED_TOKENS = 500_000
-"""Output tokens of the runs whose steps are counted together: each may be a step, which takes a kilobyte while its row is built."""
+"""Output tokens of the runs whose steps are counted together: each may be a step, which takes a kilobyte while its row
+is built."""
 
 _FEW_UNMATCHED, _FEW_UNMATCHED_SHARE = 2, 0.01
 """Requests of clients, and their share, up to which those that match no span are usual."""
@@ -105,8 +107,8 @@ class BuiltRun:
 def build_runs(tasks: tuple[RunTask, ...], spread: Spread = map) -> tuple[BuiltRun | DataError, ...]:
     """Build the tables of some runs, and the timelines of small ones.
 
-    Runs with equal settings are built together, as rows of the same frames. If that fails, they are built one by one, so
-    that only the runs at fault fail.
+    Runs with equal settings are built together, as rows of the same frames. If that fails, they are built one by one,
+    so that only the runs at fault fail.
 
     Args:
         tasks: The runs.
@@ -228,9 +230,7 @@ def _with_step_units(tables: WrittenTables) -> dict[str, pl.DataFrame | Iterator
     runs, rejects = with_implausible(
         tables.read("runs"), tables.read("rejects"), odd.agg(count=pl.len().cast(pl.Int64)).sort("reason")
     )
-    undated = pl.col("server").is_in(faults.filter(column="unix_ns")["server"].implode()) & (
-        pl.col("spans") == 0
-    )
+    undated = pl.col("server").is_in(faults.filter(column="unix_ns")["server"].implode()) & (pl.col("spans") == 0)
     runs = runs.with_columns(pl.when(~undated).then(c).alias(c) for c in ("first_unix_ns", "last_unix_ns"))
     steps = without_wrong_units(tables.pieces("steps"), faults)
     return {"steps": steps, "runs": runs, "rejects": rejects}
@@ -297,7 +297,9 @@ def rows_beside(files: tuple[TraceFile, ...], options: IngestOptions) -> Any:
 
 
 def is_small(events: str, limits: BuildLimits) -> bool:
-    """Return whether the timeline of a run is built with its other tables; `events` are its counts in the `runs` table."""
+    """Return whether the timeline of a run is built with its other tables; `events` are its counts in the `runs`
+    table.
+    """
     counts: dict[str, int] = json.loads(events)
     return sum(counts.values()) <= limits.small_run_rows
 
@@ -366,8 +368,7 @@ def _timeline_kinds_of(
     of_steps = steps.agg(own=is_own.any(), logged=is_logged().any())
     counts = {run_id: facts for run_id, *facts in of_steps.iter_rows()}
     journeys, sampled = (
-        set(tables.read(name, ("run_id",))["run_id"].unique())
-        for name in ("journey_events", "request_snapshots")
+        set(tables.read(name, ("run_id",))["run_id"].unique()) for name in ("journey_events", "request_snapshots")
     )
     requests = tables.read("requests", ("run_id", "dialect", "queued_ns", "output_tokens")).group_by("run_id")
     of_server, queued = (pl.col("dialect") != CLIENT).any(), pl.col("queued_ns").is_not_null().any()
@@ -399,9 +400,7 @@ def _timeline_kinds_of(
     return ways
 
 
-def _timeline_of(
-    tables: WrittenTables, way: _TimelineKind
-) -> dict[str, pl.DataFrame | Iterator[pl.DataFrame]]:
+def _timeline_of(tables: WrittenTables, way: _TimelineKind) -> dict[str, pl.DataFrame | Iterator[pl.DataFrame]]:
     from tracefit.timeline import (  # noqa: PLC0415 - most ingests need none
         COUNTED_COLUMNS,
         PLACED_COLUMNS,
@@ -442,15 +441,11 @@ def _timeline_of(
         journeys = events_of(rows)
     else:
         rows = tables.read("requests")
-    steps_built = build_timeline(
-        steps, snapshots, journeys, limits, journeys_complete=complete, known_starts=starts
-    )
+    steps_built = build_timeline(steps, snapshots, journeys, limits, journeys_complete=complete, known_starts=starts)
     steps_built, odd_times = without_jumps(steps_built, jumps)
     if way.is_sglang:
         of_sglang = {source.name: source.from_sglang for source in SOURCES.values() if source.from_sglang}
-        steps_built = steps_built.with_columns(
-            pl.col("cycle_source", "composition_source").replace(of_sglang)
-        )
+        steps_built = steps_built.with_columns(pl.col("cycle_source", "composition_source").replace(of_sglang))
     timeline, odd_steps = schema.TIMELINE.sift_derived(steps_built, "run_id")
     timed = with_step_times(schema.REQUESTS.shape(rows), timeline, journeys, snapshots)
     timed, odd_requests = schema.REQUESTS.sift_derived(timed, "run_id")
@@ -515,10 +510,7 @@ def _require_spans(task: RunTask) -> None:
             hint="traces are OTLP JSON or protobuf, as the Collector's file exporter writes them; other files that "
             f"are read: {asked_for()}",
         )
-    staged = (
-        read_staged(task.storage, p.name, "other_scopes", ["file", "scope"]).filter(file=p.file)
-        for p in parts
-    )
+    staged = (read_staged(task.storage, p.name, "other_scopes", ["file", "scope"]).filter(file=p.file) for p in parts)
     scopes = {printable(scope or "unnamed") for rows in staged for scope in rows["scope"]}
     seen = f" ({', '.join(sorted(scopes)[:_MOST_NAMED_FILES])})" if scopes else ""
     contents = f"{other_spans} spans of other scopes{seen}, {rejects} unreadable records"

@@ -14,8 +14,8 @@ def available_cores() -> int:
 def cores_of(workers: int) -> list[int | None]:
     """Return a core for each of some workers, or null for each if they do not have all cores of this machine.
 
-    Polars gives each query to a thread and waits for it. Woken on the core of another worker, the thread would wait for its turn:
-    on two cores, that is a tenth of the time of a large ingest.
+    Polars gives each query to a thread and waits for it. Woken on the core of another worker, the thread would wait for
+    its turn: on two cores, that is a tenth of the time of a large ingest.
     """
     if sys.platform == "linux" and workers == available_cores():
         return [*sorted(os.sched_getaffinity(0))]

@@ -54,9 +54,7 @@ def decode_task(task: Task) -> Decoded:
     parts: list[list[StagedPart]] = [[] for _ in task.items]
     rejects = [(number, item) for number, item in enumerate(task.items) if isinstance(item, Reject)]
     blocks = [(number, item, load(item)) for number, item in enumerate(task.items) if isinstance(item, Block)]
-    alike = [
-        list(some) for _, some in groupby(blocks, key=lambda block: (block[1].recording, block[1].encoding))
-    ]
+    alike = [list(some) for _, some in groupby(blocks, key=lambda block: (block[1].recording, block[1].encoding))]
     for some in alike:
         rows = _recorded(some, task.options) if some[0][1].recording else _spans(some, task.options)
         _write(rows, task.storage, parts)
@@ -67,9 +65,7 @@ def decode_task(task: Task) -> Decoded:
 _Blocks = list[tuple[int, Block, bytes]]
 
 
-def _spans(
-    blocks: _Blocks, options: IngestOptions, rejects: Sequence[tuple[int, Reject]] = ()
-) -> Iterator[SpanRows]:
+def _spans(blocks: _Blocks, options: IngestOptions, rejects: Sequence[tuple[int, Reject]] = ()) -> Iterator[SpanRows]:
     for batch in decode_blocks(blocks, wanted_of(options), options, rejects=rejects):
         yield rows_of(batch, options)
 
@@ -97,7 +93,5 @@ def _write(rows: Iterator[SpanRows], storage: Storage, parts: list[list[StagedPa
         name = write_staged(some, storage)
         for file, spans, other_spans, rejects, steps in some.counts.iter_rows():
             parts[file].append(
-                StagedPart(
-                    name=name, file=file, spans=spans, other_spans=other_spans, rejects=rejects, steps=steps
-                )
+                StagedPart(name=name, file=file, spans=spans, other_spans=other_spans, rejects=rejects, steps=steps)
             )

@@ -40,8 +40,8 @@ class Job:
         argument: Its argument; it can be pickled.
         name: The input it works on, for the line of an error.
         work: The caller's key for the job; it stays in this process.
-        is_shared: Whether all workers do parts of it, while no other job runs. It runs in this process, and its function has a
-            second argument, which calls functions on the workers as `map` does (`spread`).
+        is_shared: Whether all workers do parts of it, while no other job runs. It runs in this process, and its
+            function has a second argument, which calls functions on the workers as `map` does (`spread`).
     """
 
     function: Callable[..., Any]
@@ -106,7 +106,9 @@ def attempt(
 
 
 def call_here(engine: TaskEngine, job: Job) -> Any:
-    """Call the function of a job in this process; return its result. A shared one gives parts of its work to all workers."""
+    """Call the function of a job in this process; return its result. A shared one gives parts of its work to all
+    workers.
+    """
     parts = [partial(spread, engine, job.name)] if job.is_shared else []
     return job.function(job.argument, *parts)
 

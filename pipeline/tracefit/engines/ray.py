@@ -89,7 +89,10 @@ class RayEngine:
         except Exception as error:  # Ray's own, gRPC's or a builtin one: whatever it is, there is no cluster
             self._ray.shutdown()
             text = " ".join((str(error) or type(error).__name__).split())[:200]
-            hint = f"{named(EngineChoice, 'ray_address')} names a cluster of the same Ray and Python; RAY_AUTH_MODE=token if it wants one"
+            hint = (
+                f"{named(EngineChoice, 'ray_address')} names a cluster of the same Ray and Python; "
+                "RAY_AUTH_MODE=token if it wants one"
+            )
             raise UsageError(f"cannot be used ({text})", where=self._where, hint=hint) from error
 
     def limit(self, workers: int) -> None:
@@ -159,9 +162,7 @@ class RayEngine:
 
 _OPTIONS: dict[str, Any] = {
     "num_cpus": 1,
-    "runtime_env": {
-        "env_vars": {**memory.ALLOCATOR_SETTINGS, "POLARS_MAX_THREADS": "1", "PYTHONSAFEPATH": "1"}
-    },
+    "runtime_env": {"env_vars": {**memory.ALLOCATOR_SETTINGS, "POLARS_MAX_THREADS": "1", "PYTHONSAFEPATH": "1"}},
 }
 """Options of jobs: a core each, and nothing from the working folder."""
 

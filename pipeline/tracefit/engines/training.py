@@ -202,9 +202,7 @@ def _concat(frames: list[pl.DataFrame]) -> pl.DataFrame:
     return pl.DataFrame(joined.get_columns())
 
 
-def _of_each(
-    function: Callable[[TableStore, str], R], store: TableStore, run_ids: Sequence[str]
-) -> tuple[R, ...]:
+def _of_each(function: Callable[[TableStore, str], R], store: TableStore, run_ids: Sequence[str]) -> tuple[R, ...]:
     return tuple(function(store, run_id) for run_id in run_ids)
 
 
@@ -223,10 +221,7 @@ def each_run(
     share = -(-len(waiting) // engine.workers)
 
     def next_job() -> Job | None:
-        chosen = [
-            run_id
-            for run_id, _ in take_together(waiting, itemgetter(1), most=share, most_bytes=BYTES_PER_JOB)
-        ]
+        chosen = [run_id for run_id, _ in take_together(waiting, itemgetter(1), most=share, most_bytes=BYTES_PER_JOB)]
         if not chosen:
             return None
         # Pinned: the job reads the parts of the current manifest, even if others are published meanwhile.

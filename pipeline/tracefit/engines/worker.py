@@ -1,7 +1,8 @@
 """A worker of this machine: a program of its own that does jobs for the process that started it.
 
-It gets its environment, its import path and its core when it is started, so nothing of the caller is changed for it or run again in it: not
-the caller's script, whatever that looks like, and nothing from the working folder. It ends with the process that started it.
+It gets its environment, its import path and its core when it is started, so nothing of the caller is changed for it or
+run again in it: not the caller's script, whatever that looks like, and nothing from the working folder. It ends with
+the process that started it.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ Outcome = tuple[Any, Exception | None]
 """The result of a job, or the error that it raised on purpose."""
 
 _BEGIN = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from tracefit.engines.worker import main; main()"
-"""The program of a worker; its arguments are the import path, the descriptor of its connection, and its core if it has one."""
+"""The program of a worker; its arguments are the import path, the descriptor of its connection, and its core if it has
+one."""
 
 
 _END = b""
@@ -66,7 +68,8 @@ class Worker:
                 env={**os.environ, **environment},
                 stdin=subprocess.DEVNULL,
                 pass_fds=[others.fileno()],
-                # Ctrl-C goes to every process of the terminal's group: this process has it, and reports the interruption.
+                # Ctrl-C goes to every process of the terminal's group: this process has it, and reports the
+                # interruption.
                 process_group=0,
             )
             self._stream = own.makefile("rwb")
@@ -128,7 +131,9 @@ def main() -> None:
 
 
 def _receive(stream: Any, calls: SimpleQueue[bytes]) -> None:
-    """Take the calls from the connection. When its other end is gone, end this process: another one may lock the folder by now."""
+    """Take the calls from the connection. When its other end is gone, end this process: another one may lock the folder
+    by now.
+    """
     call = None
     while call != _END:
         try:

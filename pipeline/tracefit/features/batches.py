@@ -89,9 +89,10 @@ def _staircase(sizes: tuple[int, ...]) -> dict[str, str]:
 def _experts(model: ModelArchitecture, decodes: str, ranks: int) -> str:
     """Return the distinct experts of a layer that a batch without prompts reads, expected if tokens choose evenly.
 
-    A prompt reads all of them, which is part of the constant cost of a step with prompts: a term with the same amount in all such
-    steps would stand for the rest of that cost. Ranks of data parallelism share the experts: the tokens of all of them count, and the others are
-    taken to have as many.
+    A prompt reads all of them, which is part of the constant cost of a step with prompts: a term with the same amount
+    in all such
+    steps would stand for the rest of that cost. Ranks of data parallelism share the experts: the tokens of all of them
+    count, and the others are taken to have as many.
     """
     missed = f"{1 - model.experts_per_token / model.experts:.{_FORMULA_DIGITS}g}"
     return f"{_WITHOUT_PROMPTS} * {model.experts} * (1 - {missed} ** ({ranks} * {decodes}))"

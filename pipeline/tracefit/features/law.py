@@ -1,11 +1,11 @@
 """The law of a step's time across servers: its terms, with the bounds and priors of their coefficients.
 
-A term is a time at the GPU's rated speed, so that its coefficient is one over an efficiency and means the same on every server, or a number of
-kernels, requests or layers, whose coefficient is a time. Bounds and priors come from physics and are fixed before any fit: they are what
-makes coefficients that were found on some servers hold on others.
+A term is a time at the GPU's rated speed, so that its coefficient is one over an efficiency and means the same on every
+server, or a number of kernels, requests or layers, whose coefficient is a time. Bounds and priors come from physics and
+are fixed before any fit: they are what makes coefficients that were found on some servers hold on others.
 
-The time is the larger of two sums: the work of the GPU, and, in a step with prompts, whose kernels are not captured in a CUDA graph, the time
-to launch them.
+The time is the larger of two sums: the work of the GPU, and, in a step with prompts, whose kernels are not captured in
+a CUDA graph, the time to launch them.
 """
 
 from __future__ import annotations
@@ -62,7 +62,9 @@ class LawTerm:
 
 
 def _terms(table: str) -> tuple[LawTerm, ...]:
-    """Return the terms of a table: name, least and largest coefficient, prior, scale, the sum that it is in, and what it is like."""
+    """Return the terms of a table: name, least and largest coefficient, prior, scale, the sum that it is in, and what
+    it is like.
+    """
     features = {feature.name: feature for feature in LAW_SET.features}
     terms = []
     for row in table.splitlines():
@@ -70,17 +72,16 @@ def _terms(table: str) -> tuple[LawTerm, ...]:
         limit = math.inf if high == "-" else float(high)
         sum_of = of.removeprefix("same ")
         terms.append(
-            LawTerm(
-                features[name], float(low), limit, float(prior), float(scale), sum_of, sum_of != of, *like
-            )
+            LawTerm(features[name], float(low), limit, float(prior), float(scale), sum_of, sum_of != of, *like)
         )
     return tuple(terms)
 
 
-# The memory of a GPU reaches about 0.8 of its rated speed, whatever is read; matrix products 0.65 of theirs. Evenly chosen experts are the
-# most that a batch can reach, so that fewer are read than counted; those of 4 bits are unpacked on the way. A GPU runs no kernel in less
-# than some microseconds, and launching one from Python takes several times as long. The CPU prepares a batch and samples in half a millisecond
-# or two. An all-reduce of a small batch takes 5 to 10 us between GPUs of one machine, and may send in both directions of a link at once.
+# The memory of a GPU reaches about 0.8 of its rated speed, whatever is read; matrix products 0.65 of theirs. Evenly
+# chosen experts are the most that a batch can reach, so that fewer are read than counted; those of 4 bits are unpacked
+# on the way. A GPU runs no kernel in less than some microseconds, and launching one from Python takes several times as
+# long. The CPU prepares a batch and samples in half a millisecond or two. An all-reduce of a small batch takes 5 to 10
+# us between GPUs of one machine, and may send in both directions of a link at once.
 LAW_TERMS = _terms("""\
 one                     | 0   | -  | 600  | 1000 | always
 kernels                 | 0   | -  | 3    | 3    | always
@@ -99,7 +100,8 @@ layers_x_graph_requests | 0   | -  | 0    | 1    | always
 launched_small          | 0   | -  | 10   | 10   | launch
 launched_large          | 0   | -  | 15   | 15   | launch
 """)
-"""The terms of the law, in order; `same` marks those that are offered only where all sources are of one model and GPU, `reads` those that are expected to be alike."""
+"""The terms of the law, in order; `same` marks those that are offered only where all sources are of one model and GPU,
+`reads` those that are expected to be alike."""
 
 LAW_BATCH_COLUMNS = (
     "num_prefill_reqs",
@@ -122,7 +124,9 @@ MEMORY_BOUND, COMPUTE_BOUND, GPU_BOUND, LAUNCH_BOUND = (
 
 
 class _Kernels(NamedTuple):
-    """Kernels that vLLM runs for each kind of part of a layer, as its model code calls them; some are fused, and some more appear."""
+    """Kernels that vLLM runs for each kind of part of a layer, as its model code calls them; some are fused, and some
+    more appear.
+    """
 
     attention: int = 7  # norm, projection, split, rotation, write to the cache, attention, output
     latent_attention: int = (
@@ -153,9 +157,7 @@ def _kernels_of_layer(layer: Layer) -> int:
     count = sum(map(_kernels_of_attention, layer.attentions)) + k.ffn * len(layer.ffns)
     count += k.state * (layer.state is not None) + k.other * (layer.other > 0)
     if (moe := layer.experts) is not None:
-        count += (
-            k.experts + k.shared_experts * (moe.shared_ffn > 0) + k.latent_experts * (moe.latent is not None)
-        )
+        count += k.experts + k.shared_experts * (moe.shared_ffn > 0) + k.latent_experts * (moe.latent is not None)
     return count
 
 

@@ -52,16 +52,23 @@ ROOFLINE_COLUMNS = (
 """Columns of the timeline that the terms are computed from."""
 
 TERM_FORMULAS: dict[str, str] = {
-    "prefill_compute_us": "(prefill_tokens * FLOPS_PER_TOKEN + sum over layers of prefill_tokens * min(visible tokens, WINDOW) * "
-    "FLOPS_PER_PAIR + min(num_prefill_reqs, prefill_tokens) * HEAD_FLOPS) / TP / PEAK_FLOPS_PER_US",
+    "prefill_compute_us": "(prefill_tokens * FLOPS_PER_TOKEN + sum over layers of prefill_tokens * min(visible "
+    "tokens, WINDOW) * FLOPS_PER_PAIR + min(num_prefill_reqs, prefill_tokens) * HEAD_FLOPS) / "
+    "TP / PEAK_FLOPS_PER_US",
     "decode_compute_us": "the same with decode_tokens and num_decode_reqs",
     "prefill_kv_write_us": "prefill_tokens * KV_BYTES_PER_TOKEN / KV_SHARDS / BYTES_PER_US",
-    "decode_kv_read_us": "num_decode_reqs * sum over layers of min(visible tokens, WINDOW) * KV_BYTES_PER_TOKEN_AND_LAYER / "
-    "KV_SHARDS / BYTES_PER_US",
+    "decode_kv_read_us": "num_decode_reqs * sum over layers of min(visible tokens, WINDOW) * "
+    "KV_BYTES_PER_TOKEN_AND_LAYER / KV_SHARDS / BYTES_PER_US",
     "weight_read_us": "min(prefill_tokens + decode_tokens, 1) * WEIGHT_BYTES / TP / BYTES_PER_US",
-    "tp_comm_us": "(prefill_tokens + decode_tokens) * ALL_REDUCES * HIDDEN_BYTES * 2 * (TP - 1) / TP / (LINK_BYTES_PER_US / 2)",
-    "moe_expert_read_us": "MOE_LAYERS * expected distinct experts of prefill_tokens + decode_tokens * EXPERT_BYTES / TP / BYTES_PER_US",
-    "moe_dispatch_us": "(prefill_tokens + decode_tokens) * MOE_LAYERS * 2 * EXPERTS_PER_TOKEN * HIDDEN_BYTES / BYTES_PER_US",
+    "tp_comm_us": (
+        "(prefill_tokens + decode_tokens) * ALL_REDUCES * HIDDEN_BYTES * 2 * (TP - 1) / TP / (LINK_BYTES_PER_US / 2)"
+    ),
+    "moe_expert_read_us": (
+        "MOE_LAYERS * expected distinct experts of prefill_tokens + decode_tokens * EXPERT_BYTES / TP / BYTES_PER_US"
+    ),
+    "moe_dispatch_us": (
+        "(prefill_tokens + decode_tokens) * MOE_LAYERS * 2 * EXPERTS_PER_TOKEN * HIDDEN_BYTES / BYTES_PER_US"
+    ),
     "layers": "LAYERS",
     "batch_requests": "num_prefill_reqs + num_decode_reqs",
 }
@@ -137,9 +144,7 @@ def add_work(frame: pl.DataFrame, arch: ModelArchitecture, *, tp: int) -> pl.Dat
     return frame.with_columns(terms[term].alias(name) for name, term in WORK_TERMS.items())
 
 
-def roofline_formulas(
-    arch: ModelArchitecture, gpu: Gpu, *, tp: int, digits: int = _FILE_DIGITS
-) -> dict[str, str]:
+def roofline_formulas(arch: ModelArchitecture, gpu: Gpu, *, tp: int, digits: int = _FILE_DIGITS) -> dict[str, str]:
     """Return `ROOFLINE_TERMS` as formulas over `ROOFLINE_COLUMNS`, and the helpers these are written with.
 
     The model is as it is served on `tp` such GPUs; numbers in the formulas have `digits` significant digits.
@@ -157,7 +162,8 @@ def roofline_formulas(
     for attention, n in arch.attentions.items():
         writes[attention.cached_bytes(arch.kv_bytes) / attention.kv_shards(tp) / bytes_per_us] += n
     written = sum(n * cost for cost, n in writes.items())
-    # A ring all-reduce, one after each part of a layer, moves 2 (tp - 1) / tp of the payload over each link (Patarasuk and Yuan 2009).
+    # A ring all-reduce, one after each part of a layer, moves 2 (tp - 1) / tp of the payload over each link (Patarasuk
+    # and Yuan 2009).
     link_bytes_per_us = (gpu.link_gb_s or _PCIE_GB_S) / 2 * 1e3
     all_reduces = arch.all_reduces * arch.hidden * arch.dtype_bytes * 2 * (tp - 1) / tp / link_bytes_per_us
     prompt_tokens, decode_tokens = _HELPERS
@@ -176,8 +182,8 @@ def roofline_formulas(
     )
 
     def experts_read(moe: Experts, layers: int) -> str:
-        # An expert is missed by one token with this probability (experts chosen evenly), by all T tokens with its power T:
-        # expected distinct experts = experts * (1 - missed ** T).
+        # An expert is missed by one token with this probability (experts chosen evenly), by all T tokens with its power
+        # T: expected distinct experts = experts * (1 - missed ** T).
         missed = 1 - moe.per_token / moe.count
         all_of_them = moe.count * (layers * arch.bytes_of_expert(moe) / tp / bytes_per_us)
         return f"{number(all_of_them)} * (1 - {number(missed)} ** {tokens})"
@@ -203,10 +209,9 @@ def roofline_formulas(
     }
 
 
-def matrix_formulas(
-    arch: ModelArchitecture, gpu: Gpu, *, tp: int, digits: int = _FILE_DIGITS
-) -> dict[str, str]:
-    """Return the compute of a step by kind: matrices and attention of prompt tokens, and matrices of generated ones, in us at the GPU's peak.
+def matrix_formulas(arch: ModelArchitecture, gpu: Gpu, *, tp: int, digits: int = _FILE_DIGITS) -> dict[str, str]:
+    """Return the compute of a step by kind: matrices and attention of prompt tokens, and matrices of generated ones, in
+    us at the GPU's peak.
 
     Formulas over `ROOFLINE_COLUMNS` and the helpers of `roofline_formulas`.
     """
@@ -216,10 +221,10 @@ def matrix_formulas(
     matrix, head = arch.layer_flops_per_token / fp8_flops, arch.head_flops_per_token / flops
     pairs = _visible(arch.readings(tp), _HELPERS[0], lambda reading: reading.prefill_pair_flops / flops)
     return {
-        "prompt_matrix_us": f"prefill_tokens * {number(matrix)} + min(num_prefill_reqs, prefill_tokens) * {number(head)}",
-        "prompt_attention_us": " + ".join(
-            f"prefill_tokens * ({visible}) * {number(cost)}" for cost, visible in pairs
-        )
+        "prompt_matrix_us": (
+            f"prefill_tokens * {number(matrix)} + min(num_prefill_reqs, prefill_tokens) * {number(head)}"
+        ),
+        "prompt_attention_us": " + ".join(f"prefill_tokens * ({visible}) * {number(cost)}" for cost, visible in pairs)
         or "0",
         "decode_matrix_us": f"decode_tokens * {number(matrix + head)}",
     }
@@ -232,10 +237,12 @@ LEAST_TIME = "least_us"
 def with_least_time(timeline: pl.DataFrame, context: RunContext) -> pl.DataFrame:
     """Add the least time of every step in us that the rated speed of the GPUs allows, as `LEAST_TIME`, Float64.
 
-    It is the time to read the weights and the cached keys and values once at the rated bandwidth, or to compute the tokens at the rated
-    speed, whichever is longer. It is a bound, not an estimate: of the experts it reads those of one token, layers with a window, or that choose the tokens they read, count no
-    context, prompts no context before them, and the fastest data type counts wherever any weight or the cache has fewer than two bytes. Stages of
-    a pipeline, and data-parallel ranks that may share experts, divide it.
+    It is the time to read the weights and the cached keys and values once at the rated bandwidth, or to compute the
+    tokens at the rated
+    speed, whichever is longer. It is a bound, not an estimate: of the experts it reads those of one token, layers with
+    a window, or that choose the tokens they read, count no context, prompts no context before them, and the fastest
+    data type counts wherever any weight or the cache has fewer than two bytes. Stages of a pipeline, and data-parallel
+    ranks that may share experts, divide it.
 
     Null where model or GPU is unknown, with speculative decoding, and where the batch itself is an
     estimate: steps of requests and of clients that may have prefix-cache hits.
@@ -259,9 +266,7 @@ def with_least_time(timeline: pl.DataFrame, context: RunContext) -> pl.DataFrame
     context_tokens = pl.when(is_counted, decodes > 0).then("context_tokens").fill_null(0)
     experts = sum(n * moe.per_token * arch.bytes_of_expert(moe) for moe, n in arch.moes.items())
     kv_bytes = sum(n * reading.cached_bytes / reading.shards for reading, n in whole)
-    read_us = (
-        (arch.fixed_weight_bytes + experts) / ranks + context_tokens * (kv_bytes / (ranks // tp))
-    ) / bytes_per_us
+    read_us = ((arch.fixed_weight_bytes + experts) / ranks + context_tokens * (kv_bytes / (ranks // tp))) / bytes_per_us
     # The sum of the squares of prompts is least where they are equally long.
     pairs = pl.when(prompts > 0).then(prefill**2 / (2 * prompts)).otherwise(0.0)
     heads = pl.min_horizontal(prompts, prefill) + pl.min_horizontal(decodes, decode)
@@ -303,7 +308,8 @@ def _visible(
 ) -> list[tuple[float, str]]:
     """Return each cost of a visible token, and a formula of the tokens that one token sees at it.
 
-    The tokens are summed over layers, each no more than its window; the costs of each window are summed instead if they are many.
+    The tokens are summed over layers, each no more than its window; the costs of each window are summed instead if they
+    are many.
     """
 
     def seen(window: int | None) -> str:
@@ -322,9 +328,7 @@ def _visible(
             one,
             " + ".join(
                 f"{layers} * {seen(window)}"
-                for window, layers in sorted(
-                    windows.items(), key=lambda item: (item[0] is not None, item[0] or 0)
-                )
+                for window, layers in sorted(windows.items(), key=lambda item: (item[0] is not None, item[0] or 0))
             ),
         )
         for one, windows in groups.items()

@@ -86,9 +86,7 @@ class Feature:
         AfterValidator(_is_formula),
         BeforeValidator(_number_as_text),
     ]
-    reason: Annotated[str, StringConstraints(strict=True, max_length=400), AfterValidator(printable_text)] = (
-        ""
-    )
+    reason: Annotated[str, StringConstraints(strict=True, max_length=400), AfterValidator(printable_text)] = ""
     sign: Sign | None = None
     shrunk: bool = False
 
@@ -120,9 +118,10 @@ class FeatureSet:
         name: Its name.
         features: The features.
         ratios: Candidates for `efficiency_ratio` in its formulas: training chooses one and inserts the number.
-        defining: Features without which it is another set: where a model has none of them, it does not compete. Nor does it where
-            one of them is in us, a time at the GPU's peak, and has a coefficient below 1.
-        is_relative: Whether a fit minimises errors in proportion to the time, so that short steps count as much as long ones.
+        defining: Features without which it is another set: where a model has none of them, it does not compete. Nor
+            does it where one of them is in us, a time at the GPU's peak, and has a coefficient below 1.
+        is_relative: Whether a fit minimises errors in proportion to the time, so that short steps count as much as long
+            ones.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
@@ -149,9 +148,7 @@ class FeatureSet:
 # -- use -------------------------------------------------------------------------------------------------
 
 
-def add_features(
-    frame: pl.DataFrame, features: FeatureSet, constants: Mapping[str, float | None]
-) -> pl.DataFrame:
+def add_features(frame: pl.DataFrame, features: FeatureSet, constants: Mapping[str, float | None]) -> pl.DataFrame:
     """Add one Float64 column per feature to a frame.
 
     Args:
@@ -288,8 +285,8 @@ PRODUCTS = _features("""\
 BATCH_PRODUCTS = FeatureSet("batch+products", (*BATCH.features, *PRODUCTS))
 
 POWER_EXPONENT = 0.85
-"""A batch twice as large costs 1.8 times as much. Exponents of 0.8 to 0.85 had the smallest errors, between 0.6 and 1, in most recordings of
-one server on a CPU, whose matrix products use the machine better in larger batches."""
+"""A batch twice as large costs 1.8 times as much. Exponents of 0.8 to 0.85 had the smallest errors, between 0.6 and 1,
+in most recordings of one server on a CPU, whose matrix products use the machine better in larger batches."""
 
 POWER = FeatureSet(
     "power",
@@ -360,15 +357,15 @@ _DECODES = _features("""\
 + padded_decode_reqs     | request | a batch without prompts is padded to the size of a captured CUDA graph
 """)
 PADDED_OF = {"padded_experts_read": "experts_read", "padded_decode_reqs": "num_decode_reqs"}
-"""Features of the padded batch, and those of its requests. With both, whose coefficients are not negative, an empty slot of a
-graph costs between nothing and as much as a request."""
+"""Features of the padded batch, and those of its requests. With both, whose coefficients are not negative, an empty
+slot of a graph costs between nothing and as much as a request."""
 
 
 def _size_classes() -> Iterator[Feature]:
     """Yield a flag for each class of decode batches up to a power of two, 512 at most.
 
-    A kernel is chosen by the size of a batch, so that a step is longer or shorter than a line has it at all sizes of a class.
-    The classes are corrections to the line. Without training batches of a class only the line predicts it.
+    A kernel is chosen by the size of a batch, so that a step is longer or shorter than a line has it at all sizes of a
+    class. The classes are corrections to the line. Without training batches of a class only the line predicts it.
     """
     reason = "batches of this size without prompts run other kernels"
     for most in (2**k for k in range(10)):
@@ -401,7 +398,8 @@ LINES = (LINE, replace(LINE, name="line+sizes", features=(*LINE.features, *_size
 
 _HAS_PROMPT = "min(1, num_prefill_reqs)"
 MOST_CAPTURED = 512
-"""Tokens up to which vLLM captures the pieces of a step with prompts as CUDA graphs: more of its launches are then the GPU's own."""
+"""Tokens up to which vLLM captures the pieces of a step with prompts as CUDA graphs: more of its launches are then the
+GPU's own."""
 _IS_SMALL = f"min(1, max(0, {MOST_CAPTURED + 1} - (prefill_tokens + decode_tokens)))"
 
 LAW_SET = FeatureSet(

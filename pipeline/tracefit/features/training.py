@@ -149,10 +149,12 @@ def _mean_if_known(name: str) -> pl.Expr:
 
 
 TOO_FAST = "faster_than_gpu"
-"""Reason to leave out a step that took less time than the rated speed of the GPU allows: its time, or its batch, is not its own."""
+"""Reason to leave out a step that took less time than the rated speed of the GPU allows: its time, or its batch, is not
+its own."""
 
 MOST_TOO_FAST = 0.5
-"""Share of step times faster than the GPU from which on model, GPU or tensor parallelism are stated wrongly, and the steps count."""
+"""Share of step times faster than the GPU from which on model, GPU or tensor parallelism are stated wrongly, and the
+steps count."""
 
 _LEAST_STEP_SHARE = 0.01
 """Share by which a measured time may be below the least one: for times and rates that are rounded."""
@@ -219,9 +221,7 @@ def beta_rows(
             source="cycle_source",
             y="cycle_us",
         )
-        .join(
-            steps.group_by("interval").agg(*means, *flags, least.alias(LEAST_TIME)), on="interval", how="left"
-        )
+        .join(steps.group_by("interval").agg(*means, *flags, least.alias(LEAST_TIME)), on="interval", how="left")
         .with_columns(excluded_reason=reason)
         .drop("interval", LEAST_TIME)
         .sort(*ENGINE, "step_id")
@@ -313,15 +313,11 @@ def alpha_rows(
         request_id=pl.coalesce("core_request_id", "request_id"),
     )
     if target.state == "own_step":
-        rows = rows.join(
-            _states(timeline), left_on=[*ENGINE, "at_step"], right_on=[*ENGINE, "step_id"], how="left"
-        )
+        rows = rows.join(_states(timeline), left_on=[*ENGINE, "at_step"], right_on=[*ENGINE, "step_id"], how="left")
         return rows.with_columns(state_age_us=pl.lit(0.0))
     # Backward in time only: a step that starts later includes the events of the interval.
     latest = _states(timeline).drop_nulls(["state_ns", "running_depth"]).sort("state_ns")
-    rows = rows.sort("ts_ns").join_asof(
-        latest, left_on="ts_ns", right_on="state_ns", by=ENGINE, check_sortedness=False
-    )
+    rows = rows.sort("ts_ns").join_asof(latest, left_on="ts_ns", right_on="state_ns", by=ENGINE, check_sortedness=False)
     age = (pl.col("ts_ns") - pl.col("state_ns")) / 1e3
     rows = _with_next_start(rows.with_columns(state_age_us=age), latest)
     return _with_queue(rows, queue) if target.state == "queue" else rows

@@ -1,8 +1,9 @@
 """Fit the targets of requests (queue wait, admission, departure): one model per `models.targets.Target`.
 
-A model takes one of the forms that its target declares. A form says which linear models the target consists of, and whether
-the wait for the next step boundary is added. The first form of a target follows from how the engine works; another form
-replaces it where it is clearly better on training rows that neither was fitted on (`FORM_RULE`): the hold-out remains unused.
+A model takes one of the forms that its target declares. A form says which linear models the target consists of, and
+whether the wait for the next step boundary is added. The first form of a target follows from how the engine works;
+another form replaces it where it is clearly better on training rows that neither was fitted on (`FORM_RULE`): the
+hold-out remains unused.
 """
 
 from __future__ import annotations
@@ -58,14 +59,18 @@ NEEDS_ROOM = Condition(
 """Slots or KV blocks do not suffice for a request: it waits until running ones have finished."""
 
 NO_BUDGET = Condition(any=(Comparison(feature="free_tokens", op="<=", value=0.0),))
-"""The token budget of the next scheduling pass does not suffice: a request waits until the prompts ahead are computed."""
+"""The token budget of the next scheduling pass does not suffice: a request waits until the prompts ahead are
+computed."""
 
 NO_CAPACITY = Condition(any=(*(NEEDS_ROOM.any or ()), *(NO_BUDGET.any or ())))
 """The next scheduling pass leaves a request waiting when slots, token budget or KV blocks do not suffice for it."""
 
 _BOUNDARY_NOTES = (
     "work is the API process's own time: what a consumer that simulates step boundaries itself needs",
-    "admission = time to the first step start at or after the end of the work, plus offset; to that end itself when idle",
+    (
+        "admission = time to the first step start at or after the end of the work, plus offset; to that end itself "
+        "when idle"
+    ),
     "work on a request begins when it arrives, or when the work on the one before it ends: one after the other",
     "without_clock is the mean admission, the wait for the boundary included: not to be added to simulated boundaries",
 )
@@ -88,7 +93,9 @@ def _one_line(offered: tuple[Feature, ...], _exact: bool) -> list[RegimeRows]:
 
 
 def _by_need(offered: tuple[Feature, ...], exact: bool) -> list[RegimeRows]:
-    """Return a regime of a queue wait for each need of a request: room of a running one, a prompt's turn, or nothing."""
+    """Return a regime of a queue wait for each need of a request: room of a running one, a prompt's turn, or
+    nothing.
+    """
     queued, free = _queued_or_free(offered, exact)
     if not exact:
         return [queued, free]
@@ -99,7 +106,8 @@ def _by_need(offered: tuple[Feature, ...], exact: bool) -> list[RegimeRows]:
 def _queued_or_free(offered: tuple[Feature, ...], exact: bool) -> list[RegimeRows]:
     """Return the two regimes of a queue wait: left waiting by a scheduling pass, or taken by the next one."""
     if not exact:
-        # The latest sampled step does not show which request waits for which resource: both regimes are offered all features.
+        # The latest sampled step does not show which request waits for which resource: both regimes are offered all
+        # features.
         return [RegimeRows("queued", offered, SOMEONE_WAITS), RegimeRows(FREE, offered)]
     queued = tuple(f for f in offered if f.name in QUEUED_FEATURES)
     free = tuple(f for f in offered if f.name in FREE_FEATURES)
@@ -113,7 +121,8 @@ ALPHA_FORMS: Mapping[FormName, Callable[[tuple[Feature, ...], bool], list[Regime
     "step_boundary": _one_line,
     "constant": lambda _offered, _exact: [RegimeRows("all", ())],
 }
-"""Forms that a target may declare, and their linear models of the offered features, for an exact queue state or a sampled one.
+"""Forms that a target may declare, and their linear models of the offered features, for an exact queue state or a
+sampled one.
 
 The wait for the next step comes on top of the API work that `step_boundary` fits (`boundary.fit_boundary`).
 """
@@ -202,7 +211,9 @@ def _missing(tables: DeploymentTables, target: Target) -> Missing | None:
 
 
 def _disorder(requests: pl.DataFrame, target: Target) -> tuple[str, str]:
-    """Return how many requests have events out of order, or of one time, empty where few have; and what to do for more values."""
+    """Return how many requests have events out of order, or of one time, empty where few have; and what to do for more
+    values.
+    """
     begins, *_, ends = BETWEEN[target.column]
     both = requests.drop_nulls([begins, ends]).filter(~pl.col("dialect").is_in(WITHOUT_EVENTS))
     unusable = both.filter((pl.col(target.column) > 0).fill_null(value=False).not_()).height
@@ -239,8 +250,9 @@ CLOCK_US = 1.0
 """Smallest difference between errors, in us, that counts: the stamps resolve none below it."""
 
 FORM_RULE = (
-    "by the mean absolute error on the last 30 % of the training rows in time, fitted on those before; the form that the "
-    "engine's laws give unless another is better by more than 5 %, and the training median where it is better still"
+    "by the mean absolute error on the last 30 % of the training rows in time, fitted on those before; the form that "
+    "the engine's laws give unless another is better by more than 5 %, and the training median where it is better "
+    "still"
 )
 
 CONSTANT: FormName = "constant"
@@ -259,11 +271,7 @@ def choose_form(first: Candidate, *others: Candidate) -> tuple[Candidate, ...]:
         if winner.inside_mae - other.inside_mae > least:
             winner = other
     is_best = winner.inside_mae == min(c.inside_mae for c in candidates)
-    why = (
-        "smallest error"
-        if is_best
-        else f"no other form removes more than {100 * MIN_GAIN:.0f} % of its error"
-    )
+    why = "smallest error" if is_best else f"no other form removes more than {100 * MIN_GAIN:.0f} % of its error"
     errors = f"where {winner.name} has {winner.inside_mae:.4g} us"
     reasons = [why if c is winner else f"error {c.inside_mae:.4g} us, {errors}" for c in candidates]
     return tuple(replace(c, chosen=c is winner, reason=r) for c, r in zip(candidates, reasons, strict=True))

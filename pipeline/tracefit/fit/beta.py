@@ -1,8 +1,8 @@
 """Fit the step time (beta): choose its source, choose its feature set, then fit and evaluate the model.
 
-The source is the step clock (start of a step to start of the next) unless `step.duration_us` turns out to cover the time the
-engine is busy. Of several feature sets `SET_RULE` chooses one: each is fitted on one part of the training rows and evaluated
-on the rest of them, so that the hold-out remains unused.
+The source is the step clock (start of a step to start of the next) unless `step.duration_us` turns out to cover the
+time the engine is busy. Of several feature sets `SET_RULE` chooses one: each is fitted on one part of the training rows
+and evaluated on the rest of them, so that the hold-out remains unused.
 """
 
 from __future__ import annotations
@@ -71,19 +71,25 @@ if TYPE_CHECKING:
 _EVENT_PATTERN = re.escape(STEP_EVENT)
 
 COUNTED_NOTES = (
-    "steps are counted from the times of the requests: a row is an interval between two of them, its time the mean of its steps",
+    (
+        "steps are counted from the times of the requests: a row is an interval between two of them, its time the mean "
+        "of its steps"
+    ),
     "assumed: every request has a span; nothing contradicts it, and a tenth without one, or fewer, need not show",
 )
 """Notes of a model that was fitted on steps counted from requests."""
 
 _NO_HIT = "prefix-cache hits are not in the spans: every prompt token counts as computed"
 _UNCERTAIN_HITS = (
-    "prefix hits were seen in the times of prompts, and nothing says which tokens were found: the coefficient of a prompt token is "
-    f"uncertain, too low for one that is computed as a whole; {NO_PREFIX_CACHE}"
+    "prefix hits were seen in the times of prompts, and nothing says which tokens were found: the coefficient of a "
+    f"prompt token is uncertain, too low for one that is computed as a whole; {NO_PREFIX_CACHE}"
 )
 
 
-RECORD_LONGER = "record for longer under load, or let the log write fractions of seconds: %(created).6f in the format of a logging configuration"
+RECORD_LONGER = (
+    "record for longer under load, or let the log write fractions of seconds: %(created).6f in the "
+    "format of a logging configuration"
+)
 """Advice if a log gives too few intervals."""
 
 _WITHOUT_GPU = {WORK_MAX.name, POWER.name}
@@ -92,13 +98,13 @@ _WITHOUT_GPU = {WORK_MAX.name, POWER.name}
 _AHEAD_NOTE = "scheduling runs a step ahead, so that a step's time is the cycle after its own start"
 
 _ESTIMATED_CONTEXT = (
-    "without journeys the context tokens of a step are estimated from its KV blocks in use: blocks that requests share count once, "
-    "and earlier chunks of a prompt count as context"
+    "without journeys the context tokens of a step are estimated from its KV blocks in use: blocks that requests "
+    "share count once, and earlier chunks of a prompt count as context"
 )
 
 _WITHOUT_CONTEXT = (
-    "the log does not say how many tokens of context a step reads: the model goes by the batch, and by KV-cache usage if that "
-    "helps"
+    "the log does not say how many tokens of context a step reads: the model goes by the batch, and by KV-cache "
+    "usage if that helps"
 )
 
 
@@ -115,7 +121,9 @@ def duration_cover(timeline: pl.DataFrame) -> StepTimeSource:
 def choose_target(
     cover: StepTimeSource, wanted: BetaTarget, sources: Collection[CycleSource]
 ) -> tuple[TimeSource, str]:
-    """Return where step times come from, and why: the durations where they cover the steps, otherwise the step clock."""
+    """Return where step times come from, and why: the durations where they cover the steps, otherwise the step
+    clock.
+    """
     if wanted != "auto":
         return wanted, "asked for"
     if cover.duration_coverage is None or cover.median_duration_us is None:
@@ -144,11 +152,7 @@ def fit_step_times(
     if not tables.timeline.height and unknown:
         return cover, Missing(target.model, "the batches of the steps are not known", unknown)
     if not tables.sampled_steps and not tables.timeline["cycle_us"].count():
-        remedy = (
-            SGLANG_STEPS
-            if SGLANG_DIALECT in tables.requests["dialect"]
-            else step_remedy(stock=tables.is_stock)
-        )
+        remedy = SGLANG_STEPS if SGLANG_DIALECT in tables.requests["dialect"] else step_remedy(stock=tables.is_stock)
         without = "; ".join(tables.missing_attributes(_EVENT_PATTERN)) or "the traces hold no step events"
         return cover, Missing(target.model, without, remedy)
     sources = {SOURCES[source] for source in tables.timeline["cycle_source"].drop_nulls().unique()}
@@ -156,8 +160,8 @@ def fit_step_times(
     time_source, why = choose_target(cover, options.beta_target, sources)
     source = replace(cover, beta_target_source=time_source, beta_target_reason=why)
     if context.gpu is not None and len(sets) > 1:
-        # With a known GPU the roofline terms are these amounts of work, scaled to times. Nor does a GPU get cheaper per request in larger
-        # batches: it reads the weights once for all of them, and is then bound by compute.
+        # With a known GPU the roofline terms are these amounts of work, scaled to times. Nor does a GPU get cheaper per
+        # request in larger batches: it reads the weights once for all of them, and is then bound by compute.
         sets = [candidate for candidate in sets if candidate.name not in _WITHOUT_GPU]
     variants = [_variants(one) for one in sets]
     offered = {feature.name: feature for tried in variants for one in tried for feature in one.features}
@@ -252,9 +256,7 @@ def _notes_on_counted_steps(tables: DeploymentTables, whole_prompts: dict[str, f
     if not whole_prompts:
         yield _NO_HIT
     for longest in sorted(set(whole_prompts.values())):
-        left_out = (
-            f"intervals with more than {longest:.0f} prompt tokens, which may include hits, are left out"
-        )
+        left_out = f"intervals with more than {longest:.0f} prompt tokens, which may include hits, are left out"
         yield f"prefix hits were seen in the times of prompts: {left_out}" if longest else _UNCERTAIN_HITS
     on_steps, requests = tables.requests["first_token_step"].count(), int(tables.runs["requests"].sum())
     if on_steps < requests:
@@ -275,8 +277,8 @@ def _notes_on_records(
     fewest = servers.group_by("run_id").len()["len"].min()
     if isinstance(fewest, int) and fewest < ranks:
         yield (
-            f"steps of {fewest} of {ranks} data-parallel ranks are recorded: what the others compute, such as the tokens that "
-            "their requests send to the experts here, and the waits for them, are not known"
+            f"steps of {fewest} of {ranks} data-parallel ranks are recorded: what the others compute, such as the "
+            "tokens that their requests send to the experts here, and the waits for them, are not known"
         )
 
 
@@ -312,7 +314,8 @@ def _for_set(options: FitOptions, features: FeatureSet) -> FitOptions:
 
 
 _RATIO_MARK = "@"
-"""Between the name of a feature and the number of its ratio, in a frame with a column per ratio. Identifiers do not have it."""
+"""Between the name of a feature and the number of its ratio, in a frame with a column per ratio. Identifiers do not
+have it."""
 
 
 def _variants(features: FeatureSet) -> list[FeatureSet]:
@@ -339,7 +342,8 @@ def _choose_set(
     winner = variants[0][0]
     compared: tuple[Candidate, ...] = ()
     if len(variants) > 1 or len(variants[0]) > 1:
-        # All candidates are compared on the same rows: with outliers of its own each would drop the rows it predicts worst.
+        # All candidates are compared on the same rows: with outliers of its own each would drop the rows it predicts
+        # worst.
         common_rows = TrainingRows.of(mark_outliers(rows, winner.features, options))
         tuned = [_best_of(common_rows, tried, options) for tried in variants]
         measured = [c for one in tuned if (c := try_features(common_rows, one, options)) is not None]
@@ -373,17 +377,17 @@ NOISE = 0.15
 """A set whose typical error inside the training load is above that of the line by a larger share is not chosen."""
 
 SET_RULE = (
-    "smallest geometric mean of the error inside the training load (every fifth of up to 50 blocks of time left out in turn) "
-    "and the error beyond it (fitted on the lower half of the load, evaluated on the upper half); within 2 % of it the fewest "
-    "features; a line of the plain batch instead where its typical relative error is smaller"
+    "smallest geometric mean of the error inside the training load (every fifth of up to 50 blocks of time left out "
+    "in turn) and the error beyond it (fitted on the lower half of the load, evaluated on the upper half); within 2 "
+    "% of it the fewest features; a line of the plain batch instead where its typical relative error is smaller"
 )
 
 
 def try_features(rows: TrainingRows, features: FeatureSet, options: FitOptions) -> Candidate | None:
     """Measure a linear model of a set on training rows.
 
-    Null where rows or features are too few, where the model has no defining feature of the set, or where one that is a time at
-    the GPU's peak has a coefficient below 1.
+    Null where rows or features are too few, where the model has no defining feature of the set, or where one that is a
+    time at the GPU's peak has a coefficient below 1.
     """
     options = _for_set(options, features)
     design = rows.design(features.features, relative=options.relative)
@@ -395,8 +399,8 @@ def try_features(rows: TrainingRows, features: FeatureSet, options: FitOptions) 
     choice = data.ranked_first(options)
     if _is_below_peak(data, choice, features, options.signs):
         return None
-    # Short blocks: a fifth of a run in one piece may be the only one with some loads, such as the sweep before it or its drain,
-    # and the error on these would be one beyond the load that the others train.
+    # Short blocks: a fifth of a run in one piece may be the only one with some loads, such as the sweep before it or
+    # its drain, and the error on these would be one beyond the load that the others train.
     inside = replace(data, folds=data.blocks() % FOLDS).out_of_fold(choice, options.signs)
     beyond = beyond_load(data, matrix(used.frame, [LOAD])[:, 0], options)
     return Candidate(
@@ -411,7 +415,8 @@ def try_features(rows: TrainingRows, features: FeatureSet, options: FitOptions) 
 
 
 def _is_below_peak(data: Design, choice: PenaltyChoice, features: FeatureSet, signs: Signs) -> bool:
-    """Return whether a term that defines a set is a time at the GPU's peak, and its coefficient says that steps take less.
+    """Return whether a term that defines a set is a time at the GPU's peak, and its coefficient says that steps take
+    less.
 
     Such a term stands for another cost, and its prediction fails beyond the load.
     """
@@ -420,7 +425,9 @@ def _is_below_peak(data: Design, choice: PenaltyChoice, features: FeatureSet, si
 
 
 def typical_error_pct(predicted: Vector, actual: Vector) -> float:
-    """Return the squared mean of the square roots of relative errors, in percent: hiccups and rare steps do not decide it."""
+    """Return the squared mean of the square roots of relative errors, in percent: hiccups and rare steps do not decide
+    it.
+    """
     return float(100 * np.mean(np.sqrt(np.abs(predicted - actual) / np.maximum(actual, 1.0))) ** 2)
 
 
@@ -432,9 +439,7 @@ def choose(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
         line = _best_line(lines)
         return tuple(replace(c, chosen=c is line, reason=_reason_pct(c, line)) for c in candidates)
     best, winner = min(sets, key=attrgetter("score")), _fewest(sets)
-    reasons = [
-        _reason_pct(c, winner) if c.plain else _reason(c, best=best, winner=winner) for c in candidates
-    ]
+    reasons = [_reason_pct(c, winner) if c.plain else _reason(c, best=best, winner=winner) for c in candidates]
     return tuple(replace(c, chosen=c is winner, reason=r) for c, r in zip(candidates, reasons, strict=True))
 
 
@@ -450,7 +455,9 @@ def _best_line(lines: Sequence[Candidate]) -> Candidate:
 
 
 def _gives_way(winner: Candidate, lines: Sequence[Candidate]) -> bool:
-    """Return whether a line is better than the best of the other sets, or that is worse than the plain one inside the load."""
+    """Return whether a line is better than the best of the other sets, or that is worse than the plain one inside the
+    load.
+    """
     is_worse = (winner.inside_pct or 0.0) > (lines[0].inside_pct or math.inf) * (1 + NOISE)
     return is_worse or winner.score_pct > _best_line(lines).score_pct * (1 + TIE)
 

@@ -1,8 +1,9 @@
-"""Gradient boosting by least squares: small trees on binned features, each fitted to what those before it leave (Friedman 2001).
+"""Gradient boosting by least squares: small trees on binned features, each fitted to what those before it leave
+(Friedman 2001).
 
-Trees grow at the leaf with the largest gain first, over histograms of at most 255 bins per feature, as in LightGBM and in
-scikit-learn's `HistGradientBoostingRegressor`, whose predictions these are. That library alone takes longer to import than the fits of
-a run, and a hundred MB.
+Trees grow at the leaf with the largest gain first, over histograms of at most 255 bins per feature, as in LightGBM and
+in scikit-learn's `HistGradientBoostingRegressor`, whose predictions these are. That library alone takes longer to
+import than the fits of a run, and a hundred MB.
 """
 
 from __future__ import annotations
@@ -54,7 +55,9 @@ def boosted(features: Matrix, y: Vector, evaluated: Matrix) -> Vector:
 
 
 def _edges(column: Vector) -> Vector:
-    """Return the upper ends of all bins but the last: between values, or those of equal parts of the rows if the values are many."""
+    """Return the upper ends of all bins but the last: between values, or those of equal parts of the rows if the values
+    are many.
+    """
     known = column[~np.isnan(column)]
     values = np.unique(known)
     if len(values) <= _MOST_BINS:
@@ -64,7 +67,9 @@ def _edges(column: Vector) -> Vector:
 
 
 class _Split(NamedTuple):
-    """The best split of a leaf: rows with at most this bin of a feature, perhaps those where it is unknown, and the others."""
+    """The best split of a leaf: rows with at most this bin of a feature, perhaps those where it is unknown, and the
+    others.
+    """
 
     gain: float
     feature: int
@@ -94,7 +99,9 @@ class _Leaf(NamedTuple):
 
 
 class _Tree(NamedTuple):
-    """A tree by its leaves in the order they were made: a split leaves its lower part at the leaf's place, and appends the upper one."""
+    """A tree by its leaves in the order they were made: a split leaves its lower part at the leaf's place, and appends
+    the upper one.
+    """
 
     splits: list[tuple[int, _Split]]
     leaves: list[_Leaf]
@@ -142,8 +149,7 @@ class _Grower:
         if is_last or max(map(len, parts)) < 2 * _FEWEST_IN_LEAF:
             # None of them is split.
             lower, upper = (
-                _Leaf(rows, float(residual[rows].mean()), parent.counts, parent.sums, _NO_SPLIT)
-                for rows in parts
+                _Leaf(rows, float(residual[rows].mean()), parent.counts, parent.sums, _NO_SPLIT) for rows in parts
             )
             return [lower], [upper]
         # The histogram of the larger part is what the smaller one leaves.
@@ -179,7 +185,9 @@ class _Grower:
         return _Leaf(rows, total / count, counts, sums, best)
 
     def _gains(self, below: Matrix, left: Matrix, total: float, count: int) -> Matrix:
-        """Return by how much a split after each bin lowers the squares, shape (k, bins); 0 where it leaves too few rows."""
+        """Return by how much a split after each bin lowers the squares, shape (k, bins); 0 where it leaves too few
+        rows.
+        """
         above = count - below
         right = total - left
         gains = left * left / np.maximum(below, 1) + right * right / np.maximum(above, 1) - total**2 / count

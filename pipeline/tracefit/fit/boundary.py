@@ -1,13 +1,14 @@
 """Fit the admission model that knows when steps start: how long the API process works on a request before it is QUEUED.
 
-Fitted are the API work on a request, constant and per prompt token, and the offset of the stamp from the step start. The work
-does not show in the stamps directly. The API process works on one request after the other, in the order they arrive. The
-engine core reads the request from its socket between two steps: QUEUED is stamped at the first step start at or after the end
-of the API work, or at that end itself when the engine is idle: the step that starts then is the request's own.
+Fitted are the API work on a request, constant and per prompt token, and the offset of the stamp from the step start.
+The work does not show in the stamps directly. The API process works on one request after the other, in the order they
+arrive. The engine core reads the request from its socket between two steps: QUEUED is stamped at the first step start
+at or after the end of the API work, or at that end itself when the engine is idle: the step that starts then is the
+request's own.
 
-In reading order: the step starts; the API process, how long a request waits for it, and the bursts in which requests queue up
-for it, which take no part in the fit; the fit of the work by the boundaries at which the training requests were queued, and its
-evaluation with the step clock and without it.
+In reading order: the step starts; the API process, how long a request waits for it, and the bursts in which requests
+queue up for it, which take no part in the fit; the fit of the work by the boundaries at which the training requests
+were queued, and its evaluation with the step clock and without it.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ def step_clock(timeline: pl.DataFrame) -> pl.DataFrame:
 
     Returns:
         Columns of the engine, start (ns), and of the step before, null where its start is not known: start_before and
-        idle_before (the engine was idle between the two starts). And tolerance_us, the same on all rows: how long before
-        an estimated start the stamp of a request queued at it may be; 0 for exact starts.
+        idle_before (the engine was idle between the two starts). And tolerance_us, the same on all rows: how long
+        before an estimated start the stamp of a request queued at it may be; 0 for exact starts.
     """
     start = pl.col("ts_start_ns").cast(pl.Float64)
     follows = pl.when(pl.col("step_id").shift(1).over(ENGINE) == pl.col("step_id") - 1)
@@ -65,7 +66,8 @@ def step_clock(timeline: pl.DataFrame) -> pl.DataFrame:
 
 
 def interpolated_clock(timeline: pl.DataFrame) -> pl.DataFrame:
-    """Return the step starts of the `timeline` table, with unknown ones spaced evenly between the known ones around them.
+    """Return the step starts of the `timeline` table, with unknown ones spaced evenly between the known ones around
+    them.
 
     No start is interpolated across an idle gap: which of the steps the gap followed is not known.
     """
@@ -87,7 +89,8 @@ def _boundaries(rows: pl.DataFrame, clock: pl.DataFrame, done_us: Vector) -> pl.
     """Return the first known start at or after ARRIVED + `done_us` of each row.
 
     Returns:
-        One row per row: `start` of the boundary that the request waits for, and `start_before`, null where it is unknown or
+        One row per row: `start` of the boundary that the request waits for, and `start_before`, null where it is
+            unknown or
         the engine is idle; `is_idle`, whether the engine is known to be idle.
     """
     done = pl.col("ts_ns").cast(pl.Float64) + pl.Series(done_us) * 1e3
@@ -151,9 +154,9 @@ def admission_with_clock(
 def mean_residual(timeline: pl.DataFrame, train: pl.DataFrame) -> tuple[float, float]:
     """Return the mean residual cycle and the busy share of time in the training part.
 
-    The mean residual of a cycle c at a random moment of busy time is E[c^2] / (2 E[c]) (renewal theory: the moment falls
-    into a cycle with a probability proportional to its length, and half of the cycle is left). A cycle that holds idle
-    time counts as busy for the length of a median cycle.
+    The mean residual of a cycle c at a random moment of busy time is E[c^2] / (2 E[c]) (renewal theory: the moment
+    falls into a cycle with a probability proportional to its length, and half of the cycle is left). A cycle that holds
+    idle time counts as busy for the length of a median cycle.
     """
     ends = train.group_by(SERVER).agg(until_ns=pl.col("holdout_from_ns").first())
     cycles = timeline.filter(pl.col("cycle_us").is_not_null()).join(ends, on=SERVER)
@@ -174,7 +177,8 @@ REQUESTS_AHEAD = 5.0
 """A request is part of a burst when the API process has work of five requests or more to do before it."""
 
 QUICKEST_SHARE = 0.05
-"""Quantile of the training admissions that estimates the API work: the shortest admissions include little wait for a step."""
+"""Quantile of the training admissions that estimates the API work: the shortest admissions include little wait for a
+step."""
 
 APART_S = 1.0
 """Requests of one burst come within a second of each other."""
@@ -183,9 +187,9 @@ APART_S = 1.0
 def api_waits(rows: pl.DataFrame, work_us: Vector) -> Vector:
     """Return how long each request waits for the API process of its server, in us, shape (n,) (Lindley 1952).
 
-    Work on request i starts at s_i = max(a_i, s_{i-1} + w_{i-1}) = W_i + max over j <= i of (a_j - W_j), where W_i is the
-    sum of the work on all requests before i. `rows` are all admission rows of their servers (run_id, server, and ts_ns of
-    ARRIVED), in any order; `work_us` is shape (n,).
+    Work on request i starts at s_i = max(a_i, s_{i-1} + w_{i-1}) = W_i + max over j <= i of (a_j - W_j), where W_i is
+    the sum of the work on all requests before i. `rows` are all admission rows of their servers (run_id, server, and
+    ts_ns of ARRIVED), in any order; `work_us` is shape (n,).
     """
     # Microseconds since the first arrival: nanoseconds of the epoch lose their last digits in floating point.
     since = (pl.col("ts_ns") - pl.col("ts_ns").min().over(SERVER)) / 1e3
@@ -318,7 +322,9 @@ def _work_of_idle(train: pl.DataFrame, clock: pl.DataFrame) -> tuple[float, floa
 
 
 def _with_done(fitted: FittedBoundary, rows: pl.DataFrame) -> pl.DataFrame:
-    """Add wait_us, the wait for the API process, and done_us, the time from ARRIVED to the end of the API work after it."""
+    """Add wait_us, the wait for the API process, and done_us, the time from ARRIVED to the end of the API work after
+    it.
+    """
     work = _work_us(fitted, rows["prompt_tokens"])
     wait = api_waits(rows, work)
     return rows.with_columns(wait_us=pl.Series(wait), done_us=pl.Series(wait + work))
@@ -335,9 +341,7 @@ def _predict(fitted: FittedBoundary, rows: pl.DataFrame, clocks: Clocks) -> Vect
     return np.where(has_start, by_clock, predict_regimes(fitted.without_clock.regimes, rows))
 
 
-def _validated(
-    fitted: FittedBoundary, train: pl.DataFrame, holdout: pl.DataFrame, clocks: Clocks
-) -> FittedBoundary:
+def _validated(fitted: FittedBoundary, train: pl.DataFrame, holdout: pl.DataFrame, clocks: Clocks) -> FittedBoundary:
     y, y_train, clock = target_of(holdout), target_of(train), clocks[0]
     truth = _true_boundaries(holdout, clock)["start"].to_numpy()
     has_boundary = ~np.isnan(truth)

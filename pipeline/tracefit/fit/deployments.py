@@ -1,8 +1,9 @@
-"""Fit deployments: everything of one deployment, and the errors on a run, a model or a GPU that no training row came from.
+"""Fit deployments: everything of one deployment, and the errors on a run, a model or a GPU that no training row came
+from.
 
-A deployment is one model on one GPU with one set of server settings. This is the entry to the room: training calls `fit_deployment`,
-which fits the step time, the targets of requests and the latencies they add up to, and `fit_across`, which leaves out every
-run, model and GPU in turn.
+A deployment is one model on one GPU with one set of server settings. This is the entry to the room: training calls
+`fit_deployment`, which fits the step time, the targets of requests and the latencies they add up to, and `fit_across`,
+which leaves out every run, model and GPU in turn.
 """
 
 from __future__ import annotations
@@ -124,15 +125,17 @@ def _contradiction(deployment: Deployment, timeline: pl.DataFrame) -> str | None
     if share <= MOST_TOO_FAST:
         return None
     return (
-        f"{share:.0%} of the step times are shorter than the rated speed of {context.gpu.name} allows for this model and "
-        "tensor_parallel: one of the three is not the server's; the steps count, correct the settings"
+        f"{share:.0%} of the step times are shorter than the rated speed of {context.gpu.name} allows for this model "
+        "and tensor_parallel: one of the three is not the server's; the steps count, correct the settings"
     )
 
 
 def with_seen_limits(deployment: Deployment, timeline: pl.DataFrame) -> tuple[Deployment, tuple[str, ...]]:
-    """Return the deployment with the limits that its steps show where these are above the stated ones, and a sentence for each.
+    """Return the deployment with the limits that its steps show where these are above the stated ones, and a sentence
+    for each.
 
-    Batches that follow from requests do not count: they are worked out, and may include prefix-cache hits. The id of the deployment stays.
+    Batches that follow from requests do not count: they are worked out, and may include prefix-cache hits. The id of
+    the deployment stays.
     """
     context, stated = deployment.context, deployment.context.settings.values()
     inferred = is_from(lambda source: source.from_requests)
@@ -145,11 +148,10 @@ def with_seen_limits(deployment: Deployment, timeline: pl.DataFrame) -> tuple[De
         seen, limit = fullest[name].item(), stated.get(name)
         if isinstance(limit, int) and isinstance(seen, int) and seen > limit:
             above[name] = seen
-            is_stated = (
-                "the settings say" if context.settings.sources.get(name) != "assumed" else "vLLM's default is"
-            )
+            is_stated = "the settings say" if context.settings.sources.get(name) != "assumed" else "vLLM's default is"
             texts.append(
-                f"a step has {seen:,} {unit}, and {is_stated} {name} {limit:,}: what is seen counts; correct the settings"
+                f"a step has {seen:,} {unit}, and {is_stated} {name} {limit:,}: what is seen counts; correct the "
+                "settings"
             )
     if contradiction := _contradiction(deployment, timeline):
         texts.append(contradiction)
@@ -162,9 +164,7 @@ def with_seen_limits(deployment: Deployment, timeline: pl.DataFrame) -> tuple[De
 
 def _thinned(tables: DeploymentTables) -> tuple[str, ...]:
     read, whole = tables.requests.height, int(tables.runs["requests"].sum())
-    note = (
-        f"{read:,} of {whole:,} requests are trained on: more of a server would take memory, and show no more"
-    )
+    note = f"{read:,} of {whole:,} requests are trained on: more of a server would take memory, and show no more"
     return (note,) if read < whole else ()
 
 
@@ -179,33 +179,32 @@ def _isolated(fit: Callable[[], _T], without: Callable[[str], _T]) -> _T:
 
 # -- leave one out ---------------------------------------------------------------------------------------
 
-_ONE_DEPLOYMENT = "the rest is one deployment, which cannot separate reading the weights from a constant; trace two models or sizes"
+_ONE_DEPLOYMENT = (
+    "the rest is one deployment, which cannot separate reading the weights from a constant; trace two models or sizes"
+)
 
 _WEIGHTS = ("weight_read_us", "moe_expert_read_us")
 POOLED = FeatureSet(
     "roofline_pooled",
     (
-        Feature(
-            "weights_read_us", "us", " + ".join(_WEIGHTS), "reading weights, those of the experts visited too"
-        ),
+        Feature("weights_read_us", "us", " + ".join(_WEIGHTS), "reading weights, those of the experts visited too"),
         *(f for f in BUILT_IN["roofline"].features if f.name not in _WEIGHTS),
     ),
 )
-"""The roofline terms, with one term for all weights: dense models alone cannot separate the cost of reading an expert, and
-a byte costs the same whichever weight it belongs to. Their coefficients apply to any model on any GPU."""
+"""The roofline terms, with one term for all weights: dense models alone cannot separate the cost of reading an expert,
+and a byte costs the same whichever weight it belongs to. Their coefficients apply to any model on any GPU."""
 
 
 @threadpool_limits.wrap(limits=1, user_api="blas")  # type: ignore[untyped-decorator]  # it has no types
 def fit_across(deployments: Sequence[FittedDeployment], options: DeploymentOptions) -> AcrossResult:
     """Leave out in turn every run, model and GPU, and every deployment of a model with several on one GPU.
 
-    For runs, every model of a deployment is refitted on the deployment's other runs. For models and GPUs, the step time is fitted once
-    on the roofline terms of all remaining deployments: they are times of work, so that their coefficients compare across models
-    and GPUs, and cannot be negative.
+    For runs, every model of a deployment is refitted on the deployment's other runs. For models and GPUs, the step time
+    is fitted once
+    on the roofline terms of all remaining deployments: they are times of work, so that their coefficients compare
+    across models and GPUs, and cannot be negative.
     """
-    results: list[LeftOutErrors | str] = [
-        one for deployment in deployments for one in _left_out_runs(deployment)
-    ]
+    results: list[LeftOutErrors | str] = [one for deployment in deployments for one in _left_out_runs(deployment)]
     if not results:
         results.append("leave-one-run-out: no deployment has two runs")
     pooled, notes = _pooled_rows(deployments)
@@ -272,7 +271,8 @@ def _pooled_rows(deployments: Sequence[FittedDeployment]) -> tuple[pl.DataFrame,
         used = counted_rows(rows, "train")
         if used.height:
             named = rows.with_columns(
-                # Steps of a 70B model take ten times as long as those of an 8B one: without the scale only they would count.
+                # Steps of a 70B model take ten times as long as those of an 8B one: without the scale only they would
+                # count.
                 row_scale_us=pl.lit(used["y"].median(), pl.Float64),
                 deployment=pl.lit(deployment_id),
                 model=pl.lit(context.architecture.slug),
@@ -307,7 +307,9 @@ def _left_out_groups(
 
 
 def _by_batch_size(rows: pl.DataFrame) -> Metrics:
-    """Return the errors of a constant per batch size on the held-out rows: a table of past steps is the simplest forecast."""
+    """Return the errors of a constant per batch size on the held-out rows: a table of past steps is the simplest
+    forecast.
+    """
     used, holdout = (counted_rows(rows, split).sort("batch_requests") for split in ("train", "holdout"))
     table = used.group_by("batch_requests", maintain_order=True).agg(constant=pl.col("y").median())
     joined = holdout.join_asof(table, on="batch_requests", strategy="nearest", check_sortedness=False)
@@ -317,10 +319,11 @@ def _by_batch_size(rows: pl.DataFrame) -> Metrics:
 def _separable_features(frames: Sequence[pl.DataFrame]) -> list[Feature]:
     """Return the features whose coefficients this many deployments can separate.
 
-    If a feature is constant within most deployments, only the differences between deployments determine its coefficient. With n
-    deployments, at most n - 2 such features are offered: with n coefficients, a line goes through the mean of every deployment and
-    fits any data. Two deployments still get one such feature, the first (reading weights): without it, the cost of reading weights
-    would count as a constant of the program, which does not change with the GPU or the model.
+    If a feature is constant within most deployments, only the differences between deployments determine its
+    coefficient. With n deployments, at most n - 2 such features are offered: with n coefficients, a line goes through
+    the mean of every deployment and
+    fits any data. Two deployments still get one such feature, the first (reading weights): without it, the cost of
+    reading weights would count as a constant of the program, which does not change with the GPU or the model.
     """
     spare = 1 if len(frames) == 2 else len(frames) - 2
     offered = []

@@ -1,7 +1,8 @@
 """Estimators: a robust linear model with Ridge, Lasso or elastic-net penalty, and non-negative least squares.
 
-Both reweight rows by Huber's weights, so that the one step in a hundred that hits a hiccup pulls with bounded force. They need
-only numpy: a training fits hundreds of small lines, and libraries that check each of these take longer than the fits.
+Both reweight rows by Huber's weights, so that the one step in a hundred that hits a hiccup pulls with bounded force.
+They need only numpy: a training fits hundreds of small lines, and libraries that check each of these take longer than
+the fits.
 """
 
 from __future__ import annotations
@@ -22,13 +23,14 @@ if TYPE_CHECKING:
 
 # -- penalised least squares -----------------------------------------------------------------------------
 #
-# `moments` reduces n rows to matrices of the size of the number of features; `line` and `solve` minimise over them, with
-# bounds on the signs of the coefficients. One pass over the rows therefore serves all penalties that are compared.
+# `moments` reduces n rows to matrices of the size of the number of features; `line` and `solve` minimise over them,
+# with bounds on the signs of the coefficients. One pass over the rows therefore serves all penalties that are compared.
 
 Penalty = Literal["ridge", "lasso", "elastic_net"]
 
 Positive: TypeAlias = bool | tuple[bool, ...]
-"""Coefficients that cannot be negative: all and the intercept, or none; or one flag per feature and, last, the intercept's."""
+"""Coefficients that cannot be negative: all and the intercept, or none; or one flag per feature and, last, the
+intercept's."""
 
 
 Shrunk: TypeAlias = tuple[bool, ...]
@@ -77,7 +79,9 @@ def moments(x: Matrix, y: Vector, weights: Vector) -> Moments:
 
 
 def rows_of(z: Matrix, y: Vector) -> Matrix:
-    """Return rows of 1, features and target, whose weighted products are the sums of a fit; shape (n, 1 + n_features + 1)."""
+    """Return rows of 1, features and target, whose weighted products are the sums of a fit; shape (n, 1 + n_features +
+    1).
+    """
     return np.column_stack([np.ones(len(y)), z, y])
 
 
@@ -118,7 +122,8 @@ class Sums:
     def standardised(self, level: float) -> tuple[Moments, Vector, Vector]:
         """Return the moments of these rows' standardised features, and mean and standard deviation of each feature.
 
-        The rows are some of those whose features have mean 0 and standard deviation 1; `level` was subtracted from the target.
+        The rows are some of those whose features have mean 0 and standard deviation 1; `level` was subtracted from the
+        target.
         """
         of = self.moments(level=level)
         center = self.sums[1:-1] / self.rows
@@ -148,7 +153,9 @@ def _products(rows: Matrix, weights: Vector) -> Matrix:
 
 
 def moments_of(products: Matrix, rows: int, center: Vector | float = 0.0, level: float = 0.0) -> Moments:
-    """Return the moments that weighted products of the columns of `rows_of` give, about their means (parallel axis theorem)."""
+    """Return the moments that weighted products of the columns of `rows_of` give, about their means (parallel axis
+    theorem).
+    """
     total = float(products[0, 0])
     means = products[0, 1:] / total
     about_means = products[1:, 1:] - total * np.outer(means, means)
@@ -186,8 +193,8 @@ def line(
 ) -> tuple[float, Vector]:
     """Return intercept and slopes of the line that `solve` finds; the intercept is the line's value at `origin`.
 
-    The problem remains convex where the intercept cannot be negative: if the best line is below zero at the origin, the best
-    allowed line goes through zero there. `start` are slopes nearby, which make the search shorter.
+    The problem remains convex where the intercept cannot be negative: if the best line is below zero at the origin, the
+    best allowed line goes through zero there. `start` are slopes nearby, which make the search shorter.
     """
     bound, intercept_bound = bounds_of(positive, len(origin))
     extra_l2 = extra_ridge(shrunk, len(origin))
@@ -217,8 +224,8 @@ def solve(
 
     Minimises |y - x.a|^2 / 2n + l1 |a|_1 + l2 |a|^2 / 2 over the moments, with n the number of rows. Ridge: l2 =
     `strength`. Lasso: l1 = `strength` times the smallest l1 that empties the model. Elastic net (Zou and Hastie 2005):
-    half of each. Slopes that are `bound` are not negative. `extra_l2` comes on top for each slope. `start` are slopes nearby,
-    which make the search shorter.
+    half of each. Slopes that are `bound` are not negative. `extra_l2` comes on top for each slope. `start` are slopes
+    nearby, which make the search shorter.
     """
     if not summed.cross.size:
         return np.zeros(0)
@@ -244,13 +251,11 @@ _UPHILL = 1e-10
 """Slopes whose increase lowers the squares by a smaller share of the steepest one remain 0: that is rounding."""
 
 
-def _nonnegative(
-    gram: Matrix, cross: Vector, bound: Flags, start: Vector | None, *, least: float = 0.0
-) -> Vector:
+def _nonnegative(gram: Matrix, cross: Vector, bound: Flags, start: Vector | None, *, least: float = 0.0) -> Vector:
     """Return a that minimises a.gram.a / 2 - cross.a with a >= 0 where `bound`; `start` is an allowed a nearby.
 
-    The active-set method of Lawson and Hanson (1974) on the products of the columns instead of their rows (Bro and de Jong
-    1997): a few systems of the size of the number of features. No eigenvalue of `gram` is below `least`.
+    The active-set method of Lawson and Hanson (1974) on the products of the columns instead of their rows (Bro and de
+    Jong 1997): a few systems of the size of the number of features. No eigenvalue of `gram` is below `least`.
     """
     is_regular = least > _SINGULAR * float(gram.trace())
     if start is None or not bound.any():
@@ -290,7 +295,9 @@ def _solved(gram: Matrix, cross: Vector, *, is_regular: bool) -> Vector:
 def _inside(
     gram: Matrix, cross: Vector, bound: Flags, slopes: Vector, passive: Flags, *, is_regular: bool
 ) -> tuple[Vector, Flags]:
-    """Return the minimum over the `passive` slopes, and which of them are left: those on whose bound the way there ends are 0."""
+    """Return the minimum over the `passive` slopes, and which of them are left: those on whose bound the way there ends
+    are 0.
+    """
     passive = passive.copy()
     while (used := np.flatnonzero(passive)).size:
         best = np.zeros(len(slopes))
@@ -330,8 +337,8 @@ class RowWeights(NamedTuple):
 
     Attributes:
         final: The sample weight times Huber's.
-        pull_slopes: How much more a row pulls per unit of residual: its sample weight, and next to nothing beyond the bend of
-            Huber's loss.
+        pull_slopes: How much more a row pulls per unit of residual: its sample weight, and next to nothing beyond the
+            bend of Huber's loss.
         huber: Huber's weights, from which a fit nearby can start.
     """
 
@@ -403,17 +410,17 @@ class RobustLinear:
             x: Raw features.
             y: Targets.
             weights: Inverse variance of each row up to a factor, shape (n,); equal if not given.
-            start: Huber's weights of a fit nearby, shape (n,), from which fewer rounds lead to the same line; 1 if not given.
+            start: Huber's weights of a fit nearby, shape (n,), from which fewer rounds lead to the same line; 1 if not
+                given.
 
         Raises:
-            ValueError: There are no rows, or values that are not finite numbers; or a parameter does not fit the features.
+            ValueError: There are no rows, or values that are not finite numbers; or a parameter does not fit the
+                features.
         """
         self.fit_rows(x, y, weights, start)
         return self
 
-    def fit_rows(
-        self, x: Matrix, y: Vector, weights: Vector | None = None, start: Vector | None = None
-    ) -> RowWeights:
+    def fit_rows(self, x: Matrix, y: Vector, weights: Vector | None = None, start: Vector | None = None) -> RowWeights:
         """Fit as `fit` does, and return how much each row counted: confidence intervals need it, predictions do not."""
         self._require_rows(x, y)
         sampled = _sampled(y, weights)
@@ -455,9 +462,7 @@ class RobustLinear:
         if not (np.isfinite(x).all() and np.isfinite(y).all()):
             raise ValueError("features and targets must be finite numbers")
         if not isinstance(self.positive, bool) and len(self.positive) != x.shape[1] + 1:
-            raise ValueError(
-                f"positive has {len(self.positive)} flags, not one per feature and one for the intercept"
-            )
+            raise ValueError(f"positive has {len(self.positive)} flags, not one per feature and one for the intercept")
         if self.shrunk and len(self.shrunk) != x.shape[1]:
             raise ValueError(f"shrunk has {len(self.shrunk)} flags, not one per feature")
 
@@ -483,12 +488,8 @@ def _sampled(y: Vector, weights: Vector | None) -> Vector:
     """Return the weights of rows with a mean of 1; shape (n,)."""
     if weights is None:
         return np.ones(len(y))
-    if weights.shape != y.shape or not (
-        np.isfinite(weights).all() and (weights >= 0).all() and weights.any()
-    ):
-        raise ValueError(
-            "Sample weights must contain at least one non-zero number, none below 0, one per row"
-        )
+    if weights.shape != y.shape or not (np.isfinite(weights).all() and (weights >= 0).all() and weights.any()):
+        raise ValueError("Sample weights must contain at least one non-zero number, none below 0, one per row")
     return np.asarray(weights / np.mean(weights), dtype=float)
 
 
@@ -514,15 +515,17 @@ def huber_weights(residual: Vector, huber: float) -> Vector:
 def confidence_intervals(
     x: Matrix, y: Vector, model: RobustLinear, rows: RowWeights, blocks: Integers
 ) -> tuple[Interval | None, list[Interval | None]]:
-    """Return 95 % confidence intervals of the intercept and of each coefficient, robust to correlation between rows near in time.
+    """Return 95 % confidence intervals of the intercept and of each coefficient, robust to correlation between rows
+    near in time.
 
     Cluster-robust sandwich: V = A^-1 (sum over blocks g_b g_b') A^-1 with A = Z'DZ + penalty, D the slopes of the rows'
     pull (not its weights, which would make intervals too narrow: Huber 1981) and g_b the sum of a block's weighted
     scores, times the small-sample factor B/(B-1); quantile of Student's t with B-1 degrees of freedom (Liang and Zeger
-    1986; Cameron and Miller 2015). A coefficient that a penalty or a bound set to zero has no interval; the interval of a
-    number that cannot be negative starts at zero or above.
+    1986; Cameron and Miller 2015). A coefficient that a penalty or a bound set to zero has no interval; the interval of
+    a number that cannot be negative starts at zero or above.
 
-    `model` is fitted on exactly these rows, `rows` is what its `fit_rows` returned, and `blocks` the time block of each row.
+    `model` is fitted on exactly these rows, `rows` is what its `fit_rows` returned, and `blocks` the time block of each
+    row.
     """
     weights, pull_slopes, _ = rows
     active = np.flatnonzero(model.coef_)
@@ -569,8 +572,9 @@ _NORMAL_975 = 1.959963984540054
 def student_975(degrees: int) -> float:
     """Return the 97.5th percentile of Student's t with so many degrees of freedom.
 
-    The root of its distribution function, a finite sum in the angle atan(t / sqrt(degrees)) (Abramowitz and Stegun 1964, 26.7.3 and
-    26.7.4); with many degrees Fisher's expansion about the normal percentile (26.7.5), whose error is below 1e-8 there.
+    The root of its distribution function, a finite sum in the angle atan(t / sqrt(degrees)) (Abramowitz and Stegun
+    1964, 26.7.3 and 26.7.4); with many degrees Fisher's expansion about the normal percentile (26.7.5), whose error is
+    below 1e-8 there.
     """
     if degrees > _MOST_EXACT:
         z = _NORMAL_975
@@ -597,9 +601,7 @@ def _within(angle: float, degrees: int) -> float:
 DESCENT_ROUNDS = 10
 
 
-def fit_nonnegative(
-    x: Matrix, y: Vector, weights: Vector | None = None, *, huber: float = HUBER_SD
-) -> Vector:
+def fit_nonnegative(x: Matrix, y: Vector, weights: Vector | None = None, *, huber: float = HUBER_SD) -> Vector:
     """Minimise sum_i w_i h_i (y_i - x_i.a)^2 over a >= 0, h_i Huber's weights.
 
     There is no intercept; a column of ones among the terms is one.

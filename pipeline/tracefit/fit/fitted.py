@@ -1,8 +1,9 @@
-"""Arguments and results of fits: options and the tables of one deployment; linear models, and all fitted models of a deployment.
+"""Arguments and results of fits: options and the tables of one deployment; linear models, and all fitted models of a
+deployment.
 
 A linear model is one line, or one line per regime: a regime is a condition on the features and a line, and the
-first regime whose condition holds predicts a row. `RegimeRows` describes one before the fit, `FittedRegime` after it. These
-objects hold data frames and stay inside the process: `results` has the types that files publish.
+first regime whose condition holds predicts a row. `RegimeRows` describes one before the fit, `FittedRegime` after it.
+These objects hold data frames and stay inside the process: `results` has the types that files publish.
 """
 
 from __future__ import annotations
@@ -90,7 +91,8 @@ class FitOptions:
         drop_outliers: Leave outliers out of the training rows. Off for a target whose tail is the signal.
         groups: Name to condition: hold-out errors are also given for these rows.
         label: True value of the first regime's condition, where there are regimes.
-        fill_unknown: The training median stands in for a feature that a held-out row lacks; if not, the row is left out.
+        fill_unknown: The training median stands in for a feature that a held-out row lacks; if not, the row is left
+            out.
         eval_filter: Held-out rows to measure the error on, when there are enough of them; all rows if not given.
         reference: Fit the gradient-boosted reference.
         learning_curve: Fit the model on fewer rows too.
@@ -129,7 +131,9 @@ class DeploymentOptions:
 
     @property
     def step_target(self) -> StepTarget:
-        """The target of step times, by the option: durations that cover the busy time are cycle times by another clock."""
+        """The target of step times, by the option: durations that cover the busy time are cycle times by another
+        clock.
+        """
         return DURATION_TARGET if self.beta_target == "duration" else CYCLE_TIME
 
     def signs(self, *, intercept: bool = False) -> Signs:
@@ -181,11 +185,11 @@ class DeploymentTables:
         return are_stock(self.runs)
 
     def missing_attributes(self, events: str) -> tuple[str, ...]:
-        """Return a sentence for each event, by a pattern of names, that lacks attributes: which, and the flags that give them."""
+        """Return a sentence for each event, by a pattern of names, that lacks attributes: which, and the flags that
+        give them.
+        """
         missing = missing_attributes(self.runs).items()
-        return tuple(
-            without_attribute(event, names) for event, names in missing if re.fullmatch(events, event)
-        )
+        return tuple(without_attribute(event, names) for event, names in missing if re.fullmatch(events, event))
 
 
 def missing_attributes(runs: pl.DataFrame) -> dict[str, tuple[str, ...]]:
@@ -283,7 +287,9 @@ def linear_terms(
 
 @dataclass(frozen=True, slots=True)
 class LinearFit:
-    """A fitted linear model with its validation: one line, or one per regime; the first regime whose condition holds predicts."""
+    """A fitted linear model with its validation: one line, or one per regime; the first regime whose condition holds
+    predicts.
+    """
 
     regimes: tuple[FittedRegime, ...]
     rows_train: int
@@ -319,7 +325,8 @@ class TooFewRows:
 
 @dataclass(frozen=True, slots=True)
 class FittedBoundary:
-    """A fitted admission model with a step clock: API work, offset of the stamp from the boundary, and their validation.
+    """A fitted admission model with a step clock: API work, offset of the stamp from the boundary, and their
+    validation.
 
     Attributes:
         work_us: Constant API work.

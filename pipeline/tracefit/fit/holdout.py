@@ -1,14 +1,14 @@
 """Errors of step times on rows that training did not see: on those of a later time, and on those of a higher load.
 
-Later rows, the hold-out: errors by phase, the bias of the sum, drift, and a refit. The bias of the sum is the error of a
-simulation of the whole run. The refit separates two kinds of error: an error that remains after refitting on the held-out
-rows cannot be removed by other coefficients, since the batch does not determine it; an error that disappears comes from a
-change after the training part, mostly of the machine's speed.
+Later rows, the hold-out: errors by phase, the bias of the sum, drift, and a refit. The bias of the sum is the error of
+a simulation of the whole run. The refit separates two kinds of error: an error that remains after refitting on the
+held-out rows cannot be removed by other coefficients, since the batch does not determine it; an error that disappears
+comes from a change after the training part, mostly of the machine's speed.
 
-Higher loads: the load of a step is the number of tokens in the caches of its batch, or its requests where the tokens are not
-known. A capacity planner needs to know how a model extrapolates: it is fitted on the lower half of the load and evaluated on
-the upper half, the hold-out error is given per range of load, and features with far larger values in the run than in training
-are named.
+Higher loads: the load of a step is the number of tokens in the caches of its batch, or its requests where the tokens
+are not known. A capacity planner needs to know how a model extrapolates: it is fitted on the lower half of the load and
+evaluated on the upper half, the hold-out error is given per range of load, and features with far larger values in the
+run than in training are named.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ FEWEST_HOLDOUT_BLOCKS = 10
 """Fewest blocks that a variance is estimated from: blocks of a short hold-out are shorter than by the rule."""
 
 MOST_HOLDOUT_BLOCKS = 1_000
-"""Upper limit of bootstrap blocks; longer hold-outs use longer blocks. More blocks would cost memory and not improve the
-estimate."""
+"""Upper limit of bootstrap blocks; longer hold-outs use longer blocks. More blocks would cost memory and not improve
+the estimate."""
 
 RESAMPLES = 2_000
 
@@ -66,8 +66,8 @@ RESAMPLES = 2_000
 def summed_time(predicted_us: Vector, actual_us: Vector, blocks: Integers) -> SummedTime | None:
     """Sum step times and bootstrap the bias of the sum by blocks of time; null where the measured sum is zero.
 
-    Errors of consecutive steps are correlated. Whole blocks are therefore drawn with replacement, 2,000 times with a fixed
-    seed (Kuensch 1989, blocks without overlap). A drift slower than a block does not widen the interval.
+    Errors of consecutive steps are correlated. Whole blocks are therefore drawn with replacement, 2,000 times with a
+    fixed seed (Kuensch 1989, blocks without overlap). A drift slower than a block does not widen the interval.
 
     All arguments are of shape (n,).
     """
@@ -90,9 +90,10 @@ def summed_time(predicted_us: Vector, actual_us: Vector, blocks: Integers) -> Su
 def block_length(series: Vector) -> int:
     """Return how many rows adjacent in time make a block, by the rule of Politis and White (2004; Patton et al. 2009).
 
-    b = (2 G^2 / D)^(1/3) n^(1/3) with G = sum lambda(k/M) |k| R(k), D = 4/3 (sum lambda(k/M) R(k))^2 over lags |k| <= M,
-    lambda the flat-top window (1 to one half, then linear to 0). M is twice the lag after which the next lags'
-    autocorrelations are all within 2 sqrt(log10(n) / n), no more than sqrt(n) and those lags. At most 3 sqrt(n) and n / 3.
+    b = (2 G^2 / D)^(1/3) n^(1/3) with G = sum lambda(k/M) |k| R(k), D = 4/3 (sum lambda(k/M) R(k))^2 over lags |k| <=
+    M, lambda the flat-top window (1 to one half, then linear to 0). M is twice the lag after which the next lags'
+    autocorrelations are all within 2 sqrt(log10(n) / n), no more than sqrt(n) and those lags. At most 3 sqrt(n) and n /
+    3.
     """
     n = len(series)
     if n < FEWEST_HOLDOUT_BLOCKS or np.ptp(series) == 0:
@@ -117,11 +118,11 @@ def block_length(series: Vector) -> int:
 def summed_holdout(beta: LinearFit) -> SummedTime | None:
     """Sum the step times of beta's held-out rows; an interval counts as all of its steps.
 
-    A server that traces a sample of its steps has few rows: they stand for all of its steps, or else a server that traces
-    every step would decide the sum.
+    A server that traces a sample of its steps has few rows: they stand for all of its steps, or else a server that
+    traces every step would decide the sum.
 
-    Blocks are contiguous in the time of a server. Their length is `block_length` of the residuals of the training rows, the
-    largest over the servers, with at least 10 blocks per server and at most 1,000 in total.
+    Blocks are contiguous in the time of a server. Their length is `block_length` of the residuals of the training rows,
+    the largest over the servers, with at least 10 blocks per server and at most 1,000 in total.
     """
     used, holdout = counted_rows(beta.rows, "train"), counted_rows(beta.rows, "holdout")
     if not holdout.height:
@@ -148,7 +149,9 @@ def summed_holdout(beta: LinearFit) -> SummedTime | None:
 
 
 def _steps_stood_for(rows: pl.DataFrame, holdout: pl.DataFrame) -> tuple[Vector, float]:
-    """Return how many steps of its server and epoch each step of the held-out rows stands for, shape (n,), and all steps."""
+    """Return how many steps of its server and epoch each step of the held-out rows stands for, shape (n,), and all
+    steps.
+    """
     # Idle gaps and restarts do not count as steps.
     idle = splits.is_excluded(splits.LEFT_OUT_ALWAYS)
     first, end = pl.col("step_id").min(), (pl.col("step_id") + pl.col("interval_steps")).max()
@@ -163,14 +166,13 @@ def _time_blocks(rows: pl.DataFrame, length: int) -> Integers:
     """Return the number of each row's block of time, of about `length` rows; blocks are numbered over all servers."""
     server, time = server_numbers(rows), rows.select(in_time()).to_series().to_numpy()
     servers = int(server.max()) + 1
-    count = max(
-        min(round(rows.height / servers / length), MOST_HOLDOUT_BLOCKS // servers), FEWEST_HOLDOUT_BLOCKS
-    )
+    count = max(min(round(rows.height / servers / length), MOST_HOLDOUT_BLOCKS // servers), FEWEST_HOLDOUT_BLOCKS)
     return np.asarray(time_blocks(server, time, count) + server * count)
 
 
 MIN_SPEED_CHANGE_PCT = 3.0
-"""Smallest change of speed that is called one. A form that does not suit the server, and a load that changes, look like 1 to 2 %."""
+"""Smallest change of speed that is called one. A form that does not suit the server, and a load that changes, look like
+1 to 2 %."""
 
 
 def speed_change(
@@ -178,12 +180,12 @@ def speed_change(
 ) -> tuple[float | None, float | None]:
     """Return how much longer steps of equal batches take in the hold-out than in the training part, in percent.
 
-    Within each group of equal batches the medians of measured over predicted time are compared, so that an error of the model
-    on such batches cancels. Groups are weighted by their rows in the part that has fewer. Null where no group has 10 rows
-    of both parts.
+    Within each group of equal batches the medians of measured over predicted time are compared, so that an error of the
+    model on such batches cancels. Groups are weighted by their rows in the part that has fewer. Null where no group has
+    10 rows of both parts.
 
-    The second value is two standard deviations of the first: each part has the standard error of the medians of its blocks
-    of time, of measured time relative to that of equal batches in the training part.
+    The second value is two standard deviations of the first: each part has the standard error of the medians of its
+    blocks of time, of measured time relative to that of equal batches in the training part.
 
     Args:
         beta: The fit.
@@ -196,9 +198,7 @@ def speed_change(
         return None, None
     group, block = _equal_batches(beta, parts, predicted), (train_blocks, holdout_blocks)
     ratio = [target_of(rows) / us for rows, us in zip(parts, predicted, strict=True)]
-    rows = pl.concat(
-        pl.DataFrame({"part": k, "group": group[k], "block": block[k], "ratio": ratio[k]}) for k in (0, 1)
-    )
+    rows = pl.concat(pl.DataFrame({"part": k, "group": group[k], "block": block[k], "ratio": ratio[k]}) for k in (0, 1))
     before, after = (pl.col("ratio").filter(part=part) for part in (0, 1))
     fewest = pl.min_horizontal(before.len(), after.len())
     change = after.median() / before.median()
@@ -213,13 +213,11 @@ def speed_change(
     return 100 * (float(np.average(groups["change"], weights=groups["rows"])) - 1), two_sd
 
 
-def _equal_batches(
-    beta: LinearFit, parts: Sequence[pl.DataFrame], predicted: Sequence[Vector]
-) -> list[Integers]:
+def _equal_batches(beta: LinearFit, parts: Sequence[pl.DataFrame], predicted: Sequence[Vector]) -> list[Integers]:
     """Return the group of equal batches of each row, by part.
 
-    Equal are batches within a tenth of the model's predictions and a fifth of the term that moves predictions most: of two terms
-    the other is then about equal too. Held-out rows outside the training range have a separate group.
+    Equal are batches within a tenth of the model's predictions and a fifth of the term that moves predictions most: of
+    two terms the other is then about equal too. Held-out rows outside the training range have a separate group.
     """
 
     def effect(term: Term) -> float:
@@ -261,8 +259,7 @@ def refit_on_holdout(fitted: LinearFit) -> tuple[FittedRegime, ...]:
     holdout = counted_rows(fitted.rows, "holdout")
     active = active_regime(fitted.regimes, holdout)
     return tuple(
-        _refitted(regime, holdout.filter(pl.Series(active == index)))
-        for index, regime in enumerate(fitted.regimes)
+        _refitted(regime, holdout.filter(pl.Series(active == index))) for index, regime in enumerate(fitted.regimes)
     )
 
 
@@ -270,9 +267,7 @@ def _refitted(regime: FittedRegime, holdout: pl.DataFrame) -> FittedRegime:
     if holdout.height < MIN_TRAIN_ROWS:
         return regime
     offered = {f.name: f for f in regime.regime.features}
-    data, _ = design_of(
-        FitRows.of(holdout), [offered[t.feature] for t in regime.terms], relative=regime.relative
-    )
+    data, _ = design_of(FitRows.of(holdout), [offered[t.feature] for t in regime.terms], relative=regime.relative)
     kept = [t for t in regime.terms if offered[t.feature] not in data.columns]
     # Terms that keep their value are subtracted from the target; the other terms are fitted to the remainder.
     kept_us = matrix(holdout, [t.feature for t in kept]) @ np.array([t.value for t in kept])
@@ -335,7 +330,8 @@ def load_cut(load: Vector) -> float | None:
 
 
 def beyond_load(data: Design, load: Vector, options: FitOptions) -> tuple[Vector, Flags] | None:
-    """Fit the lower half of the load; return predictions of the upper half and which rows it has; null if rows are too few.
+    """Fit the lower half of the load; return predictions of the upper half and which rows it has; null if rows are too
+    few.
 
     Features, penalty and coefficients are all chosen again, only from rows of the lower half.
     """
@@ -408,10 +404,11 @@ def _error_of_a_fit(
 
 
 def error_by_stretch(fitted: LinearFit, features: Sequence[Feature], options: FitOptions) -> Metrics | None:
-    """Fit the form of a model on seven of ten equal blocks of each server's rows, and measure it on the third, sixth and ninth.
+    """Fit the form of a model on seven of ten equal blocks of each server's rows, and measure it on the third, sixth
+    and ninth.
 
-    The last 30 % of a run that ends in a drain have small batches only: the blocks have the load of the whole run. Null where
-    rows are too few.
+    The last 30 % of a run that ends in a drain have small batches only: the blocks have the load of the whole run. Null
+    where rows are too few.
     """
     rows = fitted.rows.filter(~splits.is_excluded(splits.NEVER_EVALUATED))
     position = in_time().rank("ordinal").over(SERVER) - 1
@@ -434,15 +431,11 @@ def error_over_load(fitted: LinearFit, load: str, options: FitOptions) -> ErrorO
         predict_regimes(fitted.regimes, holdout),
     )
     # Groups of equal size: in bins of equal width the highest loads would be a row or two.
-    groups = np.array_split(
-        np.arange(holdout.height), min(HOLDOUT_BINS, holdout.height // MIN_HOLDOUT_ROWS or 1)
-    )
+    groups = np.array_split(np.arange(holdout.height), min(HOLDOUT_BINS, holdout.height // MIN_HOLDOUT_ROWS or 1))
     return ErrorOverLoad(
         load=load,
         training_range=(float(used[LOAD].to_numpy().min()), float(used[LOAD].to_numpy().max())),
-        bins=tuple(
-            LoadBin(float(loads[g[0]]), float(loads[g[-1]]), measure(actual[g], predicted[g])) for g in groups
-        ),
+        bins=tuple(LoadBin(float(loads[g[0]]), float(loads[g[-1]]), measure(actual[g], predicted[g])) for g in groups),
     )
 
 
@@ -459,7 +452,7 @@ def beyond_training(terms: Sequence[Term], steps: pl.DataFrame) -> tuple[str, ..
         if isinstance(most, int | float) and most > 2 * max(trained_max, 0.0):
             share = 100 * int((values > trained_max).sum()) / len(values)
             notes.append(
-                f"{name} is up to {trained_max:g} in the training rows and up to {most:g} in the runs' steps ({share:.2g} % are "
-                "beyond): its coefficient says nothing of those"
+                f"{name} is up to {trained_max:g} in the training rows and up to {most:g} in the runs' steps "
+                f"({share:.2g} % are beyond): its coefficient says nothing of those"
             )
     return tuple(notes)

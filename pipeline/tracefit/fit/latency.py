@@ -1,14 +1,15 @@
 """Compose a request's latencies from predicted step times and overheads, and hold them against the measured ones.
 
-TTFT = admission + queue wait + steps to the first token; ITL = steps after it / (tokens - 1); E2E = TTFT + (tokens - 1) ITL.
+TTFT = admission + queue wait + steps to the first token; ITL = steps after it / (tokens - 1); E2E = TTFT + (tokens - 1)
+ITL.
 
-`given_state` takes the queue and the batches that were measured and sums the predicted times of exactly the steps the request
-was in: its error is that of the models. The error of `predict` on arrival is a different one: `latency_errors` takes its
-predictions, which only the finished coefficient files give.
+`given_state` takes the queue and the batches that were measured and sums the predicted times of exactly the steps the
+request was in: its error is that of the models. The error of `predict` on arrival is a different one: `latency_errors`
+takes its predictions, which only the finished coefficient files give.
 
-`compose_latencies` predicts the requests that are in the hold-out of every model they need: `state`, and `refit`, the same with the
-step-time model refitted on the hold-out. `latency_errors` gives errors overall, per run and per workload phase, and counts
-requests without a prediction by reason.
+`compose_latencies` predicts the requests that are in the hold-out of every model they need: `state`, and `refit`, the
+same with the step-time model refitted on the hold-out. `latency_errors` gives errors overall, per run and per workload
+phase, and counts requests without a prediction by reason.
 """
 
 from __future__ import annotations
@@ -56,9 +57,9 @@ def given_state(
 ) -> pl.DataFrame:
     """Sum the predicted times of the steps each request was in, and its traced waits.
 
-    A wait ends at a step start: the queue wait lasts from QUEUED to the start of the first step, the wait after a preemption
-    from the start of the step that preempted to the start of the step that resumed. With scheduling a step ahead (lag 1)
-    step k executes in the cycle after its own, so that tokens come a cycle later.
+    A wait ends at a step start: the queue wait lasts from QUEUED to the start of the first step, the wait after a
+    preemption from the start of the step that preempted to the start of the step that resumed. With scheduling a step
+    ahead (lag 1) step k executes in the cycle after its own, so that tokens come a cycle later.
 
     Args:
         requests: The `requests` table.
@@ -99,9 +100,7 @@ def _started(rows: pl.DataFrame, starts: pl.DataFrame, step: str, name: str) -> 
     return rows.join(at, on=[*ENGINE, step], how="left", maintain_order="left")
 
 
-def _requeued(
-    waits: pl.DataFrame, sums: StepSums, starts: pl.DataFrame, requests: pl.DataFrame
-) -> pl.DataFrame:
+def _requeued(waits: pl.DataFrame, sums: StepSums, starts: pl.DataFrame, requests: pl.DataFrame) -> pl.DataFrame:
     """Sum each request's traced waits after preemptions, and the predicted time of the steps these waits skip.
 
     With scheduling ahead, the step before the preemption still executes `lag` cycles later: the wait begins after it.
@@ -150,8 +149,8 @@ def compose_latencies(
 ) -> ComposedLatencies:
     """Compose the latencies of every request from the fitted models.
 
-    A request is held out when each of its intervals began in the hold-out of the model for that interval: its arrival for
-    the admission, its first step for the step time, its end for the departure.
+    A request is held out when each of its intervals began in the hold-out of the model for that interval: its arrival
+    for the admission, its first step for the step time, its end for the departure.
     """
     beta = _step_model(models)
     if beta is None:
@@ -193,10 +192,11 @@ def latency_errors(composed: ComposedLatencies, predicted: pl.DataFrame | None) 
 
 
 def split_requests(requests: pl.DataFrame, models: Sequence[FittedModel]) -> pl.DataFrame:
-    """Add `at_ns` and `split`: `holdout` where no model has trained on any interval of the request, `train` where all may have.
+    """Add `at_ns` and `split`: `holdout` where no model has trained on any interval of the request, `train` where all
+    may have.
 
-    Requests in between are `partly` and count on neither side: they arrived in the training part and were computed in the
-    hold-out.
+    Requests in between are `partly` and count on neither side: they arrived in the training part and were computed in
+    the hold-out.
     """
     rows = requests.with_columns(at_ns=pl.coalesce("arrival_ns", "queued_ns"))
     begins = {target.model: target.begins for target in (*targets.TARGETS, *targets.OF_CLIENTS)}
@@ -227,10 +227,12 @@ def _step_model(models: Sequence[FittedModel]) -> FittedModel | None:
 
 
 def _with_training(steps: pl.DataFrame, beta: FittedModel) -> pl.DataFrame:
-    """Add `in_training`, whether a step began before the hold-out of the step model; in step order, engine by engine."""
+    """Add `in_training`, whether a step began before the hold-out of the step model; in step order, engine by
+    engine.
+    """
     rows = steps.join(_ends(beta), on=SERVER, how="left", maintain_order="left")
-    # Only steps with an event have a known start. Those between follow the one before, and count too: averages over steps
-    # with events would be biased towards prompts.
+    # Only steps with an event have a known start. Those between follow the one before, and count too: averages over
+    # steps with events would be biased towards prompts.
     began = pl.col("ts_start_ns").forward_fill().over(ENGINE)
     before = (began < pl.col("holdout_from_ns")).fill_null(value=False)
     return rows.with_columns(in_training=before).drop("holdout_from_ns")
@@ -269,9 +271,7 @@ def _step_times(beta: LinearFit, rows: pl.DataFrame) -> Vector:
     return predict_regimes(beta.regimes, rows.with_columns(filled))
 
 
-def _with_overheads(
-    rows: pl.DataFrame, tables: DeploymentTables, models: Sequence[FittedModel]
-) -> pl.DataFrame:
+def _with_overheads(rows: pl.DataFrame, tables: DeploymentTables, models: Sequence[FittedModel]) -> pl.DataFrame:
     """Add state_<name>_us of every target that does not follow from the steps: the prediction of its model."""
     by_name = {model.name: model for model in models}
     for target in (target for target in targets.TARGETS if not target.follows_from_steps):
@@ -294,8 +294,7 @@ def _composed(rows: pl.DataFrame) -> pl.DataFrame:
     decoded = pl.col("output_tokens") - 1
     rows = rows.with_columns(execution_us=pl.col("prefill_us") + pl.col("decode_us"))
     before, after = (
-        [pl.col(f"state_{target.name}_us") for target in targets.parts_of(latency)]
-        for latency in ("ttft", "client")
+        [pl.col(f"state_{target.name}_us") for target in targets.parts_of(latency)] for latency in ("ttft", "client")
     )
     # Only the step times are refitted: `refit` uses the overheads of the trained models.
     for way in ("state", "refit"):
@@ -354,7 +353,9 @@ def _errors(rows: pl.DataFrame, name: str, median: float | None) -> tuple[Metric
 
 
 def _left_out(holdout: pl.DataFrame, name: str) -> dict[str, int]:
-    """Count held-out requests without a prediction given the measured state, each under the first reason that applies."""
+    """Count held-out requests without a prediction given the measured state, each under the first reason that
+    applies.
+    """
     reason = (
         pl.when(is_cut_off() & (name not in _UNTIL_FIRST_TOKEN))
         .then(pl.lit("cut_off"))

@@ -1,9 +1,10 @@
 """The estimator of the law: bounded sums of terms, the larger one the time, fitted to relative errors.
 
-Minimises sum_i w_i h(r_i)^2 + strength * d' R^-1 d, with r_i = predicted_i / y_i - 1, Huber's loss h, d_j = (c_j - prior_j) / scale_j and
-R the correlations that are expected of the coefficients. Each coefficient is within its bounds. The time is max(always + max(memory,
-compute), launch), each the sum of the terms of this part; without terms of memory and compute it is max(always, launch). Which sum is the
-larger on a row depends on the coefficients: they are refitted in turn until that no longer changes.
+Minimises sum_i w_i h(r_i)^2 + strength * d' R^-1 d, with r_i = predicted_i / y_i - 1, Huber's loss h, d_j = (c_j -
+prior_j) / scale_j and R the correlations that are expected of the coefficients. Each coefficient is within its bounds.
+The time is max(always + max(memory, compute), launch), each the sum of the terms of this part; without terms of memory
+and compute it is max(always, launch). Which sum is the larger on a row depends on the coefficients: they are refitted
+in turn until that no longer changes.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ HUBER_SHARE = 0.05
 """Relative error from which on a row pulls with bounded force."""
 MOST_ROUNDS = 40
 ALIKE = 0.8
-"""Correlation that coefficients of one name are expected to have: what is seen of one of them says something of the others."""
+"""Correlation that coefficients of one name are expected to have: what is seen of one of them says something of the
+others."""
 _SETTLED_LAW = 1e-5
 _LEAST_RIDGE = 1e-10
 """Share of each square that is added to it: two terms that always go together have one solution."""
@@ -48,7 +50,8 @@ class LawRegressor(RegressorMixin, BaseEstimator):  # type: ignore[misc]  # scik
         prior: Coefficients to which the Ridge draws; 0 if not given.
         scale: Distances from the prior that cost the same; 1 if not given.
         part: The sum that each column is in; `always` if not given.
-        alike: Names; coefficients of columns with the same one are expected to be alike. None are if not given, or empty.
+        alike: Names; coefficients of columns with the same one are expected to be alike. None are if not given, or
+            empty.
         strength: Weight of the Ridge beside the mean squared relative error.
         huber: Relative error from which on a row pulls with bounded force.
 
@@ -105,7 +108,8 @@ class LawRegressor(RegressorMixin, BaseEstimator):  # type: ignore[misc]  # scik
             sample_weight: Weights of the rows, shape (n,); 1 each if not given.
 
         Raises:
-            ValueError: A time is not positive, no row has a weight, or an array has another shape or a value that is not finite.
+            ValueError: A time is not positive, no row has a weight, or an array has another shape or a value that is
+                not finite.
         """
         X, y = validate_data(self, X, y, y_numeric=True, dtype=np.float64)  # noqa: N806
         if not (y > 0).all():
@@ -132,18 +136,14 @@ class LawRegressor(RegressorMixin, BaseEstimator):  # type: ignore[misc]  # scik
                 work = _taken(shares, coef, np.where(parts == "launch", "never", parts))
                 rows, pull = np.concatenate([rows, _masked(shares, parts, work)]), np.tile(pull, 2)
             found = _bounded(rows, pull, ridge, prior, (low, high))
-            settled = np.abs(found - coef).max(initial=0.0) <= _SETTLED_LAW * (
-                1 + np.abs(coef).max(initial=0.0)
-            )
+            settled = np.abs(found - coef).max(initial=0.0) <= _SETTLED_LAW * (1 + np.abs(coef).max(initial=0.0))
             coef = found
             error = np.abs(_time(shares, coef, parts) - 1)
             before, huber = huber, np.minimum(1.0, self.huber / np.maximum(error, 1e-12))
             if settled and np.abs(before - huber).max(initial=0.0) <= _SETTLED_WEIGHTS:
                 break
         self.coef_ = coef
-        self.loss_ = float(
-            weights @ np.where(error <= self.huber, error**2, self.huber * (2 * error - self.huber))
-        )
+        self.loss_ = float(weights @ np.where(error <= self.huber, error**2, self.huber * (2 * error - self.huber)))
         return self
 
     def predict(self, X: Matrix) -> Vector:  # noqa: N803 - scikit-learn's name
@@ -153,7 +153,9 @@ class LawRegressor(RegressorMixin, BaseEstimator):  # type: ignore[misc]  # scik
         return _time(X, self.coef_, self._parts(X.shape[1]))
 
     def _precision(self, count: int) -> Matrix:
-        """Return the inverse of the covariance that coefficients are expected to have, shape (n_features, n_features)."""
+        """Return the inverse of the covariance that coefficients are expected to have, shape (n_features,
+        n_features).
+        """
         scale = _of(self.scale, count, 1.0)
         together = np.eye(count)
         if self.alike is not None:
@@ -197,9 +199,7 @@ def _masked(x: Matrix, parts: Names, taken: Names) -> Matrix:
     return np.asarray(x * ((parts == "always") & (taken != "launch")[:, None] | (parts == taken[:, None])))
 
 
-def _bounded(
-    shares: Matrix, weights: Vector, ridge: Matrix, prior: Vector, bounds: tuple[Vector, Vector]
-) -> Vector:
+def _bounded(shares: Matrix, weights: Vector, ridge: Matrix, prior: Vector, bounds: tuple[Vector, Vector]) -> Vector:
     """Return the coefficients that minimise the weighted squares and the Ridge within the bounds."""
     gram = shares.T @ (weights[:, None] * shares) + ridge
     cross = shares.T @ weights + ridge @ prior

@@ -1,10 +1,10 @@
 """The load of a run: its phases, in which requests arrive at one rate, and whether its server kept up.
 
-A model that is right on average over a run may be wrong in each of its loads: `find_phases` cuts the arrivals of a server
-where their rate changes. In an overloaded run the queue grows for as long as the load test lasts, so that waits depend on
-the length of the test and not on the server: such runs are left out of the fit unless a user includes them. A run is
-overloaded when many requests fail, when its queue does not empty for a large share of its time, or when it preempts many
-requests.
+A model that is right on average over a run may be wrong in each of its loads: `find_phases` cuts the arrivals of a
+server where their rate changes. In an overloaded run the queue grows for as long as the load test lasts, so that waits
+depend on the length of the test and not on the server: such runs are left out of the fit unless a user includes them. A
+run is overloaded when many requests fail, when its queue does not empty for a large share of its time, or when it
+preempts many requests.
 """
 
 from __future__ import annotations
@@ -37,10 +37,11 @@ GAIN_PER_LOG = 3.0
 
 
 def with_phases(rows: pl.DataFrame, at: str, arrivals: pl.DataFrame) -> pl.DataFrame:
-    """Add `phase`, a struct of the fields of `Phase`: the phase of its server that began last before the time `at` of a row.
+    """Add `phase`, a struct of the fields of `Phase`: the phase of its server that began last before the time `at` of a
+    row.
 
-    It is null where the time is null, and for a server without arrivals (run_id, server, at_ns). Rows are then in the order
-    of time, server by server.
+    It is null where the time is null, and for a server without arrivals (run_id, server, at_ns). Rows are then in the
+    order of time, server by server.
     """
     # A time before the first arrival counts to the first phase.
     began = pl.when(pl.col("from_s") > 0).then("from_ns").otherwise(pl.lit(np.iinfo(np.int64).min))
@@ -56,9 +57,10 @@ def with_phases(rows: pl.DataFrame, at: str, arrivals: pl.DataFrame) -> pl.DataF
 def find_phases(arrivals: pl.DataFrame) -> pl.DataFrame:
     """Cut the requests of every server where their arrival rate changes.
 
-    Binary segmentation of a Poisson process: n arrivals in T seconds have the log-likelihood n log(n / T) (up to a term that
-    does not depend on the cut). The period is cut at the arrival that maximises the likelihood of both sides, if that gains
-    3 log(n) and each side has 30 requests and 5 s. Both sides are then cut in the same way, at most four levels deep.
+    Binary segmentation of a Poisson process: n arrivals in T seconds have the log-likelihood n log(n / T) (up to a term
+    that does not depend on the cut). The period is cut at the arrival that maximises the likelihood of both sides, if
+    that gains 3 log(n) and each side has 30 requests and 5 s. Both sides are then cut in the same way, at most four
+    levels deep.
 
     `arrivals` has run_id, server and at_ns, which may be null.
 
@@ -113,7 +115,8 @@ MAX_FAILED_SHARE = 0.1
 
 MAX_QUEUED_SHARE = 0.25
 MIN_PEAK = 10
-"""A run is overloaded when its queue grew to `MIN_PEAK` requests and did not empty for a larger share of the run's time."""
+"""A run is overloaded when its queue grew to `MIN_PEAK` requests and did not empty for a larger share of the run's
+time."""
 
 MAX_PREEMPTIONS_PER_REQUEST = 0.1
 """A run is overloaded when it preempts more often: the engine repeats work instead of doing new work."""
@@ -128,8 +131,8 @@ LOAD_STEP_COLUMNS = ("server", "ts_start_ns", "waiting_depth", "num_preempted")
 def overload_of(run_id: str, requests: pl.DataFrame, steps: pl.DataFrame) -> Overload | None:
     """Return why a run was overloaded; null if it was not.
 
-    The depth of the queue comes from the journeys, or from the sampled steps of a run without journeys. The tables have the
-    columns `LOAD_REQUEST_COLUMNS` and `LOAD_STEP_COLUMNS` at least, of this run only.
+    The depth of the queue comes from the journeys, or from the sampled steps of a run without journeys. The tables have
+    the columns `LOAD_REQUEST_COLUMNS` and `LOAD_STEP_COLUMNS` at least, of this run only.
     """
     queued = tuple(_growing_queues(requests, steps))
     reasons = tuple(_broken_rules(requests, steps, queued))
@@ -150,9 +153,7 @@ def runs_to_fit(
     return list(run_ids), tuple(replace(one, trained_on=True) for one in overloads)
 
 
-def _broken_rules(
-    requests: pl.DataFrame, steps: pl.DataFrame, queued: tuple[QueuePeriod, ...]
-) -> Iterator[str]:
+def _broken_rules(requests: pl.DataFrame, steps: pl.DataFrame, queued: tuple[QueuePeriod, ...]) -> Iterator[str]:
     ended = requests["finish_status"].drop_nulls()
     share = int(ended.is_in(_FAILED_ENDS).sum()) / ended.len() if ended.len() else 0.0
     if share > MAX_FAILED_SHARE:

@@ -25,7 +25,9 @@ _HOLDS = "the coefficients hold for this mix"
 
 
 def mixes(deployment: Deployment, tables: DeploymentTables) -> Iterator[str]:
-    """Yield a sentence for each of LoRA adapters, KV blocks that move, and inputs that are not text, as far as a run shows them."""
+    """Yield a sentence for each of LoRA adapters, KV blocks that move, and inputs that are not text, as far as a run
+    shows them.
+    """
     settings = deployment.context.settings
     yield from _adapters(settings, tables.runs)
     yield from _moved_blocks(settings, tables)
@@ -47,8 +49,8 @@ def _adapters(settings: ServerSettings, runs: pl.DataFrame) -> Iterator[str]:
     shares = [f"{name} {100 * spans / total:.0f} %" for name, spans in named.most_common(_MOST_NAMES)]
     more = f" and {len(named) - _MOST_NAMES} more" if len(named) > _MOST_NAMES else ""
     yield (
-        f"the server has LoRA adapters: spans name {in_words(shares)}{more}; an adapter adds products to each layer of the steps that have "
-        f"one of its requests, and {_HOLDS}"
+        f"the server has LoRA adapters: spans name {in_words(shares)}{more}; an adapter adds products to each layer "
+        f"of the steps that have one of its requests, and {_HOLDS}"
     )
 
 
@@ -64,16 +66,16 @@ def _moved_blocks(settings: ServerSettings, tables: DeploymentTables) -> Iterato
     seen += [f"{plural(waits, 'request')} waited for KV blocks of another server"] if waits else []
     if stated or seen:
         yield (
-            f"KV blocks leave the GPU's cache ({'; '.join([*stated, *seen])}): their way back is in the steps or the waits of the requests "
-            f"that need them, and {_HOLDS}"
+            f"KV blocks leave the GPU's cache ({'; '.join([*stated, *seen])}): their way back is in the steps or the "
+            f"waits of the requests that need them, and {_HOLDS}"
         )
 
 
 def _other_inputs(settings: ServerSettings) -> Iterator[str]:
     if _takes_more_than_text(settings.other.get("limit_mm_per_prompt")):
         yield (
-            "the server takes images or other inputs besides text (limit_mm_per_prompt), and spans do not say which requests have them: an "
-            f"encoder's time is in the steps of their prompts, and {_HOLDS}"
+            "the server takes images or other inputs besides text (limit_mm_per_prompt), and spans do not say which "
+            f"requests have them: an encoder's time is in the steps of their prompts, and {_HOLDS}"
         )
 
 

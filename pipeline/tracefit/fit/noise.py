@@ -1,7 +1,7 @@
 """How much steps of equal batches differ although they ran near in time: no model of batches has a smaller error.
 
-Processors change their clock and neighbours take memory bandwidth within seconds, so that two steps of the same batch take different
-times. A recording on such a machine has a floor under every error, which more recording does not lower.
+Processors change their clock and neighbours take memory bandwidth within seconds, so that two steps of the same batch
+take different times. A recording on such a machine has a floor under every error, which more recording does not lower.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from tracefit.models.validation import MachineNoise
 from tracefit.tables.schema import SERVER
 
 NEAR_S = (1.0, 20.0)
-"""Seconds between two steps that are compared. Neighbouring steps share a disturbance and differ by half as much; further apart the
-speed of the machine changes, which is measured by itself (`fit.speed`)."""
+"""Seconds between two steps that are compared. Neighbouring steps share a disturbance and differ by half as much;
+further apart the speed of the machine changes, which is measured by itself (`fit.speed`)."""
 
 ABOUT = 1.15
-"""An error of up to this many times the machine's noise is the machine's: both are measured on some hundreds of steps."""
+"""An error of up to this many times the machine's noise is the machine's: both are measured on some hundreds of
+steps."""
 
 LEAST_PAIRS = 100
 """Fewest pairs whose differences are a measure."""
@@ -32,19 +33,19 @@ _REQUEST_COUNTS = ("num_decode_reqs", "num_prefill_reqs")
 
 
 def machine_noise(rows: pl.DataFrame) -> MachineNoise | None:
-    """Return how much steps of equal batches differ, as errors of a model that knows the mean of each batch; null with few pairs.
+    """Return how much steps of equal batches differ, as errors of a model that knows the mean of each batch; null with
+    few pairs.
 
-    A pair is two steps, or intervals of as many steps, of one server with equal requests and about equal tokens. Its two times
-    differ by the square root of two times what each is off their mean, if both are off by chance.
+    A pair is two steps, or intervals of as many steps, of one server with equal requests and about equal tokens. Its
+    two times differ by the square root of two times what each is off their mean, if both are off by chance.
 
     Args:
-        rows: A frame of step times: SERVER, `ts_ns`, `y` in us, `interval_steps`, `excluded_reason`, and what is known of the batches.
+        rows: A frame of step times: SERVER, `ts_ns`, `y` in us, `interval_steps`, `excluded_reason`, and what is known
+            of the batches.
     """
     if not set(_REQUEST_COUNTS) <= set(rows.columns):
         return None
-    used = rows.filter(pl.col("excluded_reason").is_null() & (pl.col("y") > 0)).drop_nulls(
-        ["ts_ns", *_REQUEST_COUNTS]
-    )
+    used = rows.filter(pl.col("excluded_reason").is_null() & (pl.col("y") > 0)).drop_nulls(["ts_ns", *_REQUEST_COUNTS])
     amounts = [name for name in _AMOUNTS if name in used.columns and not used[name].null_count()]
     equal = {
         # Intervals of about as many steps: their means scatter by about as much.

@@ -1,9 +1,11 @@
-"""Points of closed loops as rows of the law: the mean step of a server that a client keeps at one concurrency; a law of them, and its errors.
+"""Points of closed loops as rows of the law: the mean step of a server that a client keeps at one concurrency; a law of
+them, and its errors.
 
-A request is with its client's first token for `ttft`, and decodes for `output_tokens * tpot`: of c requests that are kept in flight, the
-share of the second decodes at a time. Every step ends batch / output_tokens requests, so that as many prompts come in; a prompt takes one
-step, or several where it is longer than a step may be. The terms of the law are those of steps without and with a prompt, weighed by how many
-there are of each: the mean time between two tokens is that of such steps.
+A request is with its client's first token for `ttft`, and decodes for `output_tokens * tpot`: of c requests that are
+kept in flight, the share of the second decodes at a time. Every step ends batch / output_tokens requests, so that as
+many prompts come in; a prompt takes one step, or several where it is longer than a step may be. The terms of the law
+are those of steps without and with a prompt, weighed by how many there are of each: the mean time between two tokens is
+that of such steps.
 """
 
 from __future__ import annotations
@@ -47,8 +49,8 @@ CACHE_TOO_SMALL = "the KV cache does not hold so many requests"
 NOT_CLOSED = "no concurrency, length or time per token"
 _UNSEEN = ("prompt_kernels", "decode_matrix_us")
 POINT_TERMS = tuple(t for t in LAW_TERMS if t.of != LAUNCH and t.feature.name not in _UNSEEN)
-"""Terms of the law that points show. No one sees the launches of steps with prompts in a mean over steps; the FLOPs of generated tokens
-are computed while the weights are read, and in a sum they would take time of their own."""
+"""Terms of the law that points show. No one sees the launches of steps with prompts in a mean over steps; the FLOPs of
+generated tokens are computed while the weights are read, and in a sum they would take time of their own."""
 POINT_STRENGTH = 0.01
 """Strength of the Ridge towards the priors for one server, which more of them divide."""
 FEWEST_POINTS = 10
@@ -65,8 +67,8 @@ def point_rows(
 ) -> LawRows:
     """Return the mean steps of a server's points, with the terms of the law.
 
-    Left out are points that are not a closed loop, that keep more requests in flight than the KV cache holds, and that are faster than the
-    weights are read, or the prompts computed, at the rated speed.
+    Left out are points that are not a closed loop, that keep more requests in flight than the KV cache holds, and that
+    are faster than the weights are read, or the prompts computed, at the rated speed.
 
     Args:
         deployment: The server, with a known model and GPU.
@@ -77,9 +79,7 @@ def point_rows(
     settings = deployment.context.settings
     most_tokens = None if every else (settings.num_gpu_blocks or 0) * (settings.block_size or 16) or None
     size = pl.col("prompt_tokens") + pl.col("output_tokens")
-    in_loop = pl.all_horizontal(pl.col(n) > 0 for n in CLOSED_LOOP if n != "ttft_us") & (
-        pl.col("output_tokens") > 1
-    )
+    in_loop = pl.all_horizontal(pl.col(n) > 0 for n in CLOSED_LOOP if n != "ttft_us") & (pl.col("output_tokens") > 1)
     held = pl.lit(value=True) if most_tokens is None else pl.col("concurrency") * size <= most_tokens
     expected = points["tpot_us"] if tpot_us is None else pl.Series(tpot_us)
     reasons = points.with_row_index("step_id").with_columns(
@@ -97,22 +97,14 @@ def point_rows(
         share=(
             pl.col("batch")
             / pl.col("output_tokens")
-            * pl.max_horizontal(
-                1.0, pl.col("prompt_tokens") / (settings.max_num_batched_tokens or _STEP_TOKENS)
-            )
+            * pl.max_horizontal(1.0, pl.col("prompt_tokens") / (settings.max_num_batched_tokens or _STEP_TOKENS))
         ).clip(upper_bound=1.0)
     )
-    without, with_prompt = (
-        _terms(loops, deployment, prompts=prompts) for prompts in (pl.lit(0.0), pl.lit(1.0))
-    )
+    without, with_prompt = (_terms(loops, deployment, prompts=prompts) for prompts in (pl.lit(0.0), pl.lit(1.0)))
     share = loops["share"]
-    rows = pl.DataFrame(
-        {name: (1 - share) * without[name] + share * with_prompt[name] for name in LAW_SET.names}
-    )
+    rows = pl.DataFrame({name: (1 - share) * without[name] + share * with_prompt[name] for name in LAW_SET.names})
     decodes = _batches(loops, pl.lit(0.0)).select(pl.col(n).alias(f"of_{n}") for n in LAW_BATCH_COLUMNS)
-    keys = loops.select(
-        "step_id", run_id=pl.lit("points"), server=pl.lit(""), ts_ns=pl.lit(0), y=pl.col("tpot_us")
-    )
+    keys = loops.select("step_id", run_id=pl.lit("points"), server=pl.lit(""), ts_ns=pl.lit(0), y=pl.col("tpot_us"))
     found = pl.concat([keys, decodes, rows], how="horizontal")
     is_slow_enough = pl.col("y") >= pl.max_horizontal("weight_read_us", "prompt_matrix_us")
     kept = found if every else found.filter(is_slow_enough)
@@ -128,7 +120,9 @@ def _terms(loops: pl.DataFrame, deployment: Deployment, *, prompts: pl.Expr) -> 
 
 
 def _batches(loops: pl.DataFrame, prompts: pl.Expr) -> pl.DataFrame:
-    """Return the batch of a loop's steps: its decoding requests, and the prompts of a step that has some if `prompts` is 1."""
+    """Return the batch of a loop's steps: its decoding requests, and the prompts of a step that has some if `prompts`
+    is 1.
+    """
     ended = pl.col("batch") / pl.col("output_tokens") / pl.col("share")
     return loops.select(
         num_prefill_reqs=prompts * ended,
@@ -177,7 +171,9 @@ class PointServer:
 
 
 def fit_points(servers: Sequence[PointServer]) -> Law:
-    """Fit the law to the points of some servers, which count the same each, and to steps, which count as the points of a server do."""
+    """Fit the law to the points of some servers, which count the same each, and to steps, which count as the points of
+    a server do.
+    """
     of_points = [one for one in servers if one.has_points]
     of_server = sum(one.rows.rows.height for one in of_points) / max(len(of_points), 1)
     weights = np.concatenate(
@@ -192,7 +188,9 @@ def fit_points(servers: Sequence[PointServer]) -> Law:
 
 
 def predict_points(law: Law, deployment: Deployment, points: pl.DataFrame) -> Vector:
-    """Return the time per token at each point in us, shape (n,): with it the requests that decode at a time follow again, until they settle."""
+    """Return the time per token at each point in us, shape (n,): with it the requests that decode at a time follow
+    again, until they settle.
+    """
     tpot_us = law.predict(point_rows(deployment, points, every=True).rows)
     for _ in range(_SETTLING_ROUNDS):
         tpot_us = law.predict(point_rows(deployment, points, tpot_us, every=True).rows)
@@ -201,7 +199,8 @@ def predict_points(law: Law, deployment: Deployment, points: pl.DataFrame) -> Ve
 
 @dataclass(frozen=True, slots=True)
 class PointFold:
-    """A server that was left out, with what a law says of its points that was fitted on others; all arrays have the shape (n,), times are in us.
+    """A server that was left out, with what a law says of its points that was fitted on others; all arrays have the
+    shape (n,), times are in us.
 
     Attributes:
         left_out: The tensor parallelism, model or GPU, or model and GPU, that was left out.
@@ -211,8 +210,10 @@ class PointFold:
         unchanged: Those of a law of only the most similar server, with the numbers of that server.
         at_rated: The longer of compute and memory at the rated speed.
         median: The median of the others.
-        is_covered: Whether each point is within the interval that the others give, as 0 or 1; empty where these are too few for one.
-        calibrated_pct: Absolute errors in percent at the points that are left after a calibration with some; empty where they are too few.
+        is_covered: Whether each point is within the interval that the others give, as 0 or 1; empty where these are too
+            few for one.
+        calibrated_pct: Absolute errors in percent at the points that are left after a calibration with some; empty
+            where they are too few.
     """
 
     left_out: str
@@ -237,7 +238,8 @@ class PointFold:
 
 
 def leave_points_out(servers: Sequence[PointServer], kind: Kind) -> tuple[PointFold, ...]:
-    """Leave each tensor parallelism, model or GPU out in turn, or each model with all of a GPU and that GPU with all models.
+    """Leave each tensor parallelism, model or GPU out in turn, or each model with all of a GPU and that GPU with all
+    models.
 
     Errors are those of points; servers with steps only train.
     """
@@ -303,14 +305,12 @@ def _point_fold(
 
 
 def _calibrated_pct(law: Law, one: PointServer) -> Vector:
-    """Return the errors at the other points of a server after a calibration with `FEWEST_POINTS` of them, spread over its loads."""
+    """Return the errors at the other points of a server after a calibration with `FEWEST_POINTS` of them, spread over
+    its loads.
+    """
     if one.points.height < 2 * FEWEST_POINTS:
         return np.array([])
-    order = (
-        one.points.with_row_index("row")
-        .sort("concurrency", "prompt_tokens", "output_tokens")["row"]
-        .to_numpy()
-    )
+    order = one.points.with_row_index("row").sort("concurrency", "prompt_tokens", "output_tokens")["row"].to_numpy()
     chosen = order[np.linspace(0, len(order) - 1, FEWEST_POINTS).astype(int)]
     made = calibrate(
         law, LawRows(one.deployment, one.rows.rows[chosen.tolist()]), errors_of(()), fewest=FEWEST_POINTS // 2
@@ -322,7 +322,9 @@ def _calibrated_pct(law: Law, one: PointServer) -> Vector:
 
 
 def point_errors(folds: Sequence[PointFold]) -> TransferErrors:
-    """Return the errors to expect of a law of points, at the mean step of a load: of all points that were left out together."""
+    """Return the errors to expect of a law of points, at the mean step of a load: of all points that were left out
+    together.
+    """
     ape = np.concatenate([fold.ape_pct for fold in folds])
     spread = float(np.sqrt(np.mean([fold.bias_log**2 for fold in folds])))
     return TransferErrors({DECODES: float(np.quantile(ape, 0.9))}, spread, len({f.left_out for f in folds}))

@@ -1,7 +1,8 @@
-"""Results of a fit beside the models themselves: choices that were made, latencies composed of the models, and models that are missing.
+"""Results of a fit beside the models themselves: choices that were made, latencies composed of the models, and models
+that are missing.
 
-The modules of this room fill these types, and the evaluation publishes them as they are: the order of the fields is the order
-of the keys, and `Attributes` are the descriptions in `schemas/`.
+The modules of this room fill these types, and the evaluation publishes them as they are: the order of the fields is the
+order of the keys, and `Attributes` are the descriptions in `schemas/`.
 """
 
 from __future__ import annotations
@@ -83,7 +84,8 @@ class Missing:
 
 @dataclass(frozen=True, slots=True)
 class SummedTime:
-    """Time that the engine was busy in the hold-out: step times summed, those of a server with few known steps scaled up to all.
+    """Time that the engine was busy in the hold-out: step times summed, those of a server with few known steps scaled
+    up to all.
 
     Three statements: the bias of the model, the change of the server's speed, and the change of its load.
 
@@ -95,8 +97,8 @@ class SummedTime:
         blocks: Number of blocks of time in the bootstrap.
         max_contribution_pct: Contribution of the step or interval with the largest error to bias_pct, in percentage
             points: large for a hiccup.
-        speed_change_pct: How much longer steps of equal batches take in the hold-out than in the training part; null where
-            too few batches are equal.
+        speed_change_pct: How much longer steps of equal batches take in the hold-out than in the training part; null
+            where too few batches are equal.
         drifting: The server's speed changed: speed_change_pct is more than two standard deviations and more than 3 %.
         speed_change_2sd_pct: Two standard deviations of speed_change_pct, from blocks of time; null with it.
         load_change_pct: How much longer the model takes a step of the hold-out to be than one of the training part: its
@@ -125,7 +127,8 @@ class LatencyErrors:
         predicted: Predictions of `predict` from the facts at arrival: lengths, the queue, and the running batch.
         given_measured_state: The measured queue and batches; step times and overheads predicted.
         refit_on_holdout: The same with the terms of the step time fitted on the held-out steps themselves: an error
-            that no coefficients mend. Where it is much smaller, the machine or the load has changed since the training part.
+            that no coefficients mend. Where it is much smaller, the machine or the load has changed since the training
+            part.
         baseline: The training median.
     """
 
@@ -163,7 +166,9 @@ class Latency(LatencyErrors):
 
 @dataclass(frozen=True, slots=True)
 class ComposedLatencies:
-    """Requests with every latency as measured and as composed of the models (`fit.latency`), or why they are missing."""
+    """Requests with every latency as measured and as composed of the models (`fit.latency`), or why they are
+    missing.
+    """
 
     rows: pl.DataFrame | None
     missing: str | None = None
@@ -213,11 +218,13 @@ class LeftOutErrors:
         gradient_boosting: Errors of gradient boosting on the same features and rows.
         skill: 1 - errors.mae / baseline.mae.
         interval_coverage_pct: Percent of rows within their prediction interval.
-        by_batch_size: Errors of step times of a constant per batch size: the median of the training rows with as many requests,
-            or the nearest number; null for runs.
-        nearest: Errors of the most similar of these deployments, its time for the same batches unchanged; null without a law.
+        by_batch_size: Errors of step times of a constant per batch size: the median of the training rows with as many
+            requests, or the nearest number; null for runs.
+        nearest: Errors of the most similar of these deployments, its time for the same batches unchanged; null without
+            a law.
         roofline: Errors of the longer of compute and memory at the rated speed; null without a law.
-        own: Errors of the left-out deployment's own model on its hold-out; null without a law, or where that is not known.
+        own: Errors of the left-out deployment's own model on its hold-out; null without a law, or where that is not
+            known.
         by_phase: Errors on steps without and with prompts; empty without a law.
     """
 

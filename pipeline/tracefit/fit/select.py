@@ -1,9 +1,9 @@
 """Select features and the penalty of a linear model, on the training rows only.
 
-`usable_features` drops features that are unknown, constant or collinear with earlier ones. A fit takes its rows as arrays
-(`Design`). `Design.choose_penalty` compares penalties by cross-validation over blocks of time: neighbouring rows resemble each
-other, so that random folds would let a model see its test rows' neighbours. `Design.is_worse_than_constant` decides by the same
-errors whether any features are worth having.
+`usable_features` drops features that are unknown, constant or collinear with earlier ones. A fit takes its rows as
+arrays (`Design`). `Design.choose_penalty` compares penalties by cross-validation over blocks of time: neighbouring rows
+resemble each other, so that random folds would let a model see its test rows' neighbours.
+`Design.is_worse_than_constant` decides by the same errors whether any features are worth having.
 """
 
 from __future__ import annotations
@@ -33,13 +33,14 @@ MAX_VIF = 10.0
 """A feature whose variance inflation against the features before it exceeds this is left out as redundant."""
 
 MAX_DERIVED_VIF = 100.0
-"""The limit for a product of features, and for a padded batch after the batch itself. A square always correlates with its root,
-a batch with its padded size; cross-validation decides on products, and signs bound padding."""
+"""The limit for a product of features, and for a padded batch after the batch itself. A square always correlates with
+its root, a batch with its padded size; cross-validation decides on products, and signs bound padding."""
 
 _PRODUCTS = frozenset(feature.name for feature in PRODUCTS)
 
 MIN_VARIED_ROWS = 20
-"""A feature that differs from its most common value on fewer rows is left out: its coefficient would describe those rows."""
+"""A feature that differs from its most common value on fewer rows is left out: its coefficient would describe those
+rows."""
 
 FOLDS = 5
 FOLD_ROUNDS = 5
@@ -53,8 +54,8 @@ ENOUGH_ROWS = 100_000
 
 BLOCK_ROWS = 10
 FEWEST_FOLD_BLOCKS, MOST_FOLD_BLOCKS = 10, 50
-"""Blocks of time for confidence intervals: long enough that rows of different blocks are nearly independent, and enough of
-them to estimate a variance."""
+"""Blocks of time for confidence intervals: long enough that rows of different blocks are nearly independent, and enough
+of them to estimate a variance."""
 
 _PERMILLE = 1000
 
@@ -65,9 +66,9 @@ HARM_FACTOR = 1.1
 def usable_features(x: Matrix, names: Sequence[str]) -> tuple[list[int], list[OmittedFeature]]:
     """Return the features, in the order declared, that are known, vary and are not a mix of the features before them.
 
-    A feature is a mix of the kept ones when its variance inflation against them exceeds its limit: 1 / (1 - R^2) > limit,
-    with R^2 of its regression on a constant and the kept features. The regressions share one orthonormal basis of the kept
-    features, which grows by one vector per kept feature (Gram-Schmidt).
+    A feature is a mix of the kept ones when its variance inflation against them exceeds its limit: 1 / (1 - R^2) >
+    limit, with R^2 of its regression on a constant and the kept features. The regressions share one orthonormal basis
+    of the kept features, which grows by one vector per kept feature (Gram-Schmidt).
 
     Returns:
         Kept column indices, and the other features with reasons.
@@ -100,9 +101,7 @@ def usable_features(x: Matrix, names: Sequence[str]) -> tuple[list[int], list[Om
             # A mix of several features goes with none of them.
             collinear_with = (nearest,) if (1 - alike.max() ** 2) * MAX_VIF < 1 else ()
             inflation = "infinite" if unexplained < 1e-10 else f"{1 / unexplained:.0f}"
-            reason = (
-                f"collinear with the features before it, closest {nearest} (variance inflation {inflation})"
-            )
+            reason = f"collinear with the features before it, closest {nearest} (variance inflation {inflation})"
         left_out.append(OmittedFeature(name, reason, collinear_with=collinear_with))
     return kept, left_out
 
@@ -150,7 +149,8 @@ def time_blocks(run: Integers, time: Integers, count: int) -> Integers:
 class Design:
     """Training rows as arrays: features (n, n_features), and each of shape (n,) targets, weights, run and time.
 
-    `weights` are inverse variances. `counts` leave out the noise that grows with the target, so that an error of so many us
+    `weights` are inverse variances. `counts` leave out the noise that grows with the target, so that an error of so
+    many us
     counts the same in a short step as in a long one: candidates are compared by `counts`.
     """
 
@@ -176,9 +176,7 @@ class Design:
         """Return some rows of some columns, of all columns if these are not given."""
         names = ("y", "weights", "counts", "run", "time", "folds")
         start = None if self.start is None else self.start[rows]
-        part = replace(
-            self, x=self.x[rows], start=start, **{name: getattr(self, name)[rows] for name in names}
-        )
+        part = replace(self, x=self.x[rows], start=start, **{name: getattr(self, name)[rows] for name in names})
         if columns is None:
             return part
         x = np.asfortranarray(part.x[:, columns])
@@ -195,9 +193,9 @@ class Design:
     def choose_penalty(self, options: FitOptions) -> PenaltyChoice:
         """Choose penalty and strength by cross-validation over the folds, blocks of time.
 
-        The error of a candidate is the mean absolute error on each block, predicted by a fit on the other blocks. All candidates
-        and blocks share the Huber weights of one fit of all rows, so that the same rows count for all. Ties (within
-        0.1 %) go to the earlier candidate: Ridge before Lasso before elastic net, weaker before stronger.
+        The error of a candidate is the mean absolute error on each block, predicted by a fit on the other blocks. All
+        candidates and blocks share the Huber weights of one fit of all rows, so that the same rows count for all. Ties
+        (within 0.1 %) go to the earlier candidate: Ridge before Lasso before elastic net, weaker before stronger.
 
         Returns:
             The choice; the first candidate without a score where there are fewer than two blocks.
@@ -226,15 +224,17 @@ class Design:
     def left_out(
         self, weighed: PenaltyChoice, candidates: Sequence[tuple[Penalty, float]], signs: Signs
     ) -> Iterator[tuple[Flags, Matrix]]:
-        """Yield the rows of each fold, and predictions of them by every candidate fitted on the rows of the other folds.
+        """Yield the rows of each fold, and predictions of them by every candidate fitted on the rows of the other
+        folds.
 
-        All lines share the Huber weights of a short fit of all rows with the penalty `weighed`. With the weights fixed, the sums
-        over the other folds are those over all rows without the fold's: each fold costs one pass over its own rows, and each
-        candidate a system of the size of the number of features. The lines are those that least squares with these weights find
-        on the other rows.
+        All lines share the Huber weights of a short fit of all rows with the penalty `weighed`. With the weights fixed,
+        the sums over the other folds are those over all rows without the fold's: each fold costs one pass over its own
+        rows, and each candidate a system of the size of the number of features. The lines are those that least squares
+        with these weights find on the other rows.
 
         Yields:
-            Flags of shape (n,), and predictions of shape (n_candidates, rows of the fold); nothing where there is a single fold.
+            Flags of shape (n,), and predictions of shape (n_candidates, rows of the fold); nothing where there is a
+            single fold.
         """
         folds = np.unique(self.folds)
         if len(folds) < 2:
@@ -261,8 +261,8 @@ class Design:
     def is_worse_than_constant(self, choice: PenaltyChoice, options: FitOptions) -> bool:
         """Return whether the features predict left-out blocks of time clearly worse than a constant does.
 
-        Such features describe one period of the run only: a line through a burst is wrong by the size of the burst in the
-        quiet period that follows.
+        Such features describe one period of the run only: a line through a burst is wrong by the size of the burst in
+        the quiet period that follows.
         """
         if not choice.folds or not self.columns:
             return False

@@ -1,9 +1,10 @@
 """How fast a machine is over a recording: steps of equal batches take longer at one time than at another.
 
-Processors change their clock, neighbours take memory bandwidth, a load generator shares the machine. A recording whose load changes
-slowly then mixes the two: if the machine is slow while the load is high, a plain fit gives a larger batch too much time. So the time of
-a step is taken to be that of its batch times the speed of its stretch of time. Models are fitted to times without the speed, and what
-the speed did is published: a later load meets the machine at some other speed, and plans widen their intervals by it.
+Processors change their clock, neighbours take memory bandwidth, a load generator shares the machine. A recording whose
+load changes slowly then mixes the two: if the machine is slow while the load is high, a plain fit gives a larger batch
+too much time. So the time of a step is taken to be that of its batch times the speed of its stretch of time. Models are
+fitted to times without the speed, and what the speed did is published: a later load meets the machine at some other
+speed, and plans widen their intervals by it.
 """
 
 from __future__ import annotations
@@ -29,19 +30,20 @@ if TYPE_CHECKING:
     from tracefit.statistics import Integers, Vector
 
 SPEED = "speed"
-"""Column of a training frame: how much longer a row's step took than at the mean speed of the training part, as a factor."""
+"""Column of a training frame: how much longer a row's step took than at the mean speed of the training part, as a
+factor."""
 
 STRETCH_S = 30.0
-"""Length of a stretch of time with one speed. The speed of a shared machine wanders within a minute; a stretch of a busy server has
-hundreds of steps."""
+"""Length of a stretch of time with one speed. The speed of a shared machine wanders within a minute; a stretch of a
+busy server has hundreds of steps."""
 
 LEAST_ROWS = 10
 """Rows of a stretch that has a speed of its own; that of others is 1."""
 
 LEAST_STRETCHES = 4
 LEAST_SD_PCT = 2.0
-"""Speeds count as changes of the machine if there are as many stretches and this is their standard deviation. A form of the model that
-does not suit the server looks like 1 to 2 % over a changing load."""
+"""Speeds count as changes of the machine if there are as many stretches and this is their standard deviation. A form of
+the model that does not suit the server looks like 1 to 2 % over a changing load."""
 
 _SPEED_GROUPS = 12
 _SPEED_ROUNDS = 25
@@ -51,10 +53,11 @@ _SETTLED_SPEED = 1e-4
 def with_speed(rows: pl.DataFrame, features: Sequence[Feature]) -> tuple[pl.DataFrame, SpeedVariation | None]:
     """Add the column `speed`, and return how the speed varied; null where it cannot be known.
 
-    Logarithms of measured over roughly predicted times are the sum of an effect of the batch and one of the stretch, which medians
-    separate (median polish, Tukey 1977, chapter 11). The effect of the batch, one for rows of about equal predictions, takes up what
-    the rough prediction gets wrong. So a load that only one stretch has looks like a batch, not like a speed. Effects of stretches are
-    drawn to zero by their error (James and Stein 1961), and all of them are 0 where they vary by less than 2 %.
+    Logarithms of measured over roughly predicted times are the sum of an effect of the batch and one of the stretch,
+    which medians separate (median polish, Tukey 1977, chapter 11). The effect of the batch, one for rows of about equal
+    predictions, takes up what the rough prediction gets wrong. So a load that only one stretch has looks like a batch,
+    not like a speed. Effects of stretches are drawn to zero by their error (James and Stein 1961), and all of them are
+    0 where they vary by less than 2 %.
 
     Args:
         rows: A frame that is split, with `features`, `has_prefill`, `interval_steps`, `ts_ns` and `y`.
@@ -93,9 +96,7 @@ def with_speed(rows: pl.DataFrame, features: Sequence[Feature]) -> tuple[pl.Data
         sd_pct=sd_pct,
         fastest_pct=100 * float(ends.min()),
         slowest_pct=100 * float(ends.max()),
-        holdout_pct=100 * float(np.expm1(np.average(effects[later], weights=counts[later])))
-        if later.any()
-        else None,
+        holdout_pct=100 * float(np.expm1(np.average(effects[later], weights=counts[later]))) if later.any() else None,
         adjusted=varies,
     )
     speeds = used.select("row", pl.Series(SPEED, np.exp(drawn[stretch])))
@@ -109,13 +110,13 @@ def _stretches(used: pl.DataFrame) -> Integers:
     has_times = pl.col("ts_ns").null_count().over(SERVER) == 0
     since = pl.when(has_times).then(pl.col("ts_ns") - pl.col("ts_ns").min().over(SERVER)).otherwise(busy_ns)
     numbered = used.with_columns(stretch=(since / (1e9 * STRETCH_S)).floor())
-    return (
-        numbered.select(pl.struct(*SERVER, "stretch").rank("dense").cast(pl.Int64) - 1).to_series().to_numpy()
-    )
+    return numbered.select(pl.struct(*SERVER, "stretch").rank("dense").cast(pl.Int64) - 1).to_series().to_numpy()
 
 
 def _batches(used: pl.DataFrame, rough: Vector) -> Integers:
-    """Return the number of each row's group of about equal batches: those with prompts apart from those without; shape (n,)."""
+    """Return the number of each row's group of about equal batches: those with prompts apart from those without; shape
+    (n,).
+    """
     numbers = np.zeros(len(rough), dtype=np.int64)
     for offset, has_prefill in ((0, False), (_SPEED_GROUPS, True)):
         here = (used["has_prefill"].fill_null(value=False) == has_prefill).to_numpy()
@@ -135,11 +136,7 @@ def _polished(logs: Vector, batch: Integers, stretch: Integers) -> tuple[Vector,
     for _ in range(_SPEED_ROUNDS):
         without = frame.with_columns(rest=pl.Series(logs - effects[stretch]))
         of_batch = without.select(pl.col("rest").median().over("batch")).to_series().to_numpy()
-        left = (
-            frame.with_columns(rest=pl.Series(logs - of_batch))
-            .group_by("stretch")
-            .agg(pl.col("rest").median())
-        )
+        left = frame.with_columns(rest=pl.Series(logs - of_batch)).group_by("stretch").agg(pl.col("rest").median())
         before, effects = effects, left.sort("stretch")["rest"].to_numpy()
         rest = logs - of_batch - effects[stretch]
         if np.abs(effects - before).max() < _SETTLED_SPEED:

@@ -1,9 +1,9 @@
 """Training frames: which rows train, which are held out, and which are left out of either part, by the published rules.
 
-The first 70 % of each server's rows in time train, the rest is held out. Training rows also lose warm-up, outliers and steps
-that mostly repeat work after a preemption. Held-out rows lose idle gaps, epoch boundaries, times that are not positive or faster than the GPU,
-and rows that no model can predict: steps of unknown batches, and intervals with a possible prefix-cache hit. They keep their
-hiccups: a user sees these too.
+The first 70 % of each server's rows in time train, the rest is held out. Training rows also lose warm-up, outliers and
+steps that mostly repeat work after a preemption. Held-out rows lose idle gaps, epoch boundaries, times that are not
+positive or faster than the GPU, and rows that no model can predict: steps of unknown batches, and intervals with a
+possible prefix-cache hit. They keep their hiccups: a user sees these too.
 """
 
 from __future__ import annotations
@@ -53,7 +53,9 @@ FEW_ROWS = 100
 
 
 def in_time() -> pl.Expr:
-    """Return when each row began: its time, or, on a server that has steps without one, its number in the order of the rows."""
+    """Return when each row began: its time, or, on a server that has steps without one, its number in the order of the
+    rows.
+    """
     has_times = pl.col("ts_ns").null_count().over(SERVER) == 0
     return pl.when(has_times).then("ts_ns").otherwise(pl.int_range(pl.len(), dtype=pl.Int64).over(SERVER))
 
@@ -80,7 +82,9 @@ def is_excluded(reasons: Sequence[str]) -> pl.Expr:
 
 
 def mark(rows: pl.DataFrame, reason: str, condition: pl.Expr, *, holdout: bool = False) -> pl.DataFrame:
-    """Mark training rows, and held-out ones on demand, that meet `condition` with `reason`, unless they are marked already."""
+    """Mark training rows, and held-out ones on demand, that meet `condition` with `reason`, unless they are marked
+    already.
+    """
     # The first reason stays: the order of the marks is the order of the published rules.
     in_part = (pl.col("split") == "train") | holdout
     is_marked = pl.col("excluded_reason").is_null() & in_part & condition.fill_null(value=False)
@@ -95,7 +99,9 @@ def step_frame(
     constants: Mapping[str, float | None],
     source: str,
 ) -> pl.DataFrame:
-    """Return one row per step or interval of known time, split by time, with warm-up and preemption-heavy rows marked."""
+    """Return one row per step or interval of known time, split by time, with warm-up and preemption-heavy rows
+    marked.
+    """
     rows = training.beta_rows(timeline, features, constants, tables.lags, source)
     rows = keep_sweep(mark_warm_up(split_by_time(rows), tables.counters, "step_id"), timeline)
     return mark(rows, PREEMPTION_HEAVY, pl.col("preemption_heavy"))
@@ -127,8 +133,8 @@ def mark_prefix_hits(rows: pl.DataFrame) -> tuple[pl.DataFrame, dict[str, float]
     """Mark intervals of prompts that may be prefix-cache hits, where hits show; remove `PROMPT_FEATURES`.
 
     Returns:
-        The rows; by server with hits, the length in tokens up to which prompts were computed as a whole. It is 0 where no
-        prompt is sure to be, and no row of the server is marked then.
+        The rows; by server with hits, the length in tokens up to which prompts were computed as a whole. It is 0 where
+        no prompt is sure to be, and no row of the server is marked then.
     """
     whole_prompts: dict[str, float] = {}
     plain = rows.rename(lambda name: name.removeprefix("hit_"))
@@ -162,19 +168,18 @@ def mark_warm_up(rows: pl.DataFrame, counters: pl.DataFrame, step: str) -> pl.Da
 _WORK_COLUMNS = ("prefill_tokens", "prefill_context_tokens", "num_decode_reqs", "context_tokens")
 _PASS_FACTOR = 2.0
 _MOST_COMPARED_ROWS = 10_000
-"""A recorded step is a warm-up pass where another one with as much work or more, of so many, took less than half of its time."""
+"""A recorded step is a warm-up pass where another one with as much work or more, of so many, took less than half of its
+time."""
 
 
 def keep_sweep(rows: pl.DataFrame, timeline: pl.DataFrame) -> pl.DataFrame:
     """Take recorded steps of the warm-up back into training, except warm-up passes.
 
-    A recording server sweeps through batch sizes before the load: small batches may occur only there. The first pass of a shape
-    may take 70 times as long as the next.
+    A recording server sweeps through batch sizes before the load: small batches may occur only there. The first pass of
+    a shape may take 70 times as long as the next.
     """
     work_of = timeline.select(*ENGINE, "step_id", *(pl.col(name).alias(f"_{name}") for name in _WORK_COLUMNS))
-    steps = rows.with_row_index("_row").join(
-        work_of, on=[*ENGINE, "step_id"], how="left", maintain_order="left"
-    )
+    steps = rows.with_row_index("_row").join(work_of, on=[*ENGINE, "step_id"], how="left", maintain_order="left")
     recorded = is_from(lambda source: source.has_sweep, "source")
     early = recorded & (pl.col("excluded_reason") == WARM_UP)
     compared = steps.filter(recorded & (pl.col("excluded_reason").is_null() | early))
@@ -196,7 +201,9 @@ def counted_rows(rows: pl.DataFrame, split: str) -> pl.DataFrame:
 
 
 def evaluation_rows(holdout: pl.DataFrame, eval_filter: pl.Expr | None) -> pl.DataFrame:
-    """Return the held-out rows for the error: those that `eval_filter` selects, or all where it selects fewer than 100."""
+    """Return the held-out rows for the error: those that `eval_filter` selects, or all where it selects fewer than
+    100.
+    """
     if eval_filter is None:
         return holdout
     selected = holdout.filter(eval_filter)
@@ -204,7 +211,9 @@ def evaluation_rows(holdout: pl.DataFrame, eval_filter: pl.Expr | None) -> pl.Da
 
 
 def of_means(validation: Validation | None) -> bool:
-    """Return whether a model's errors are those of means over several steps, because the hold-out has too few single steps."""
+    """Return whether a model's errors are those of means over several steps, because the hold-out has too few single
+    steps.
+    """
     equations = validation.held_out_equations if validation else None
     if equations is None:
         return False

@@ -1,11 +1,12 @@
 """Fit one model, of one regime or several, on one training frame and validate it on the frame's hold-out.
 
-`fit_linear` and `fit_regimes` are the entries. The steps: drop features that too many rows lack, mark outliers, fit each
-regime on the rows its condition holds for (features, penalty, coefficients, intervals), evaluate all regimes together.
+`fit_linear` and `fit_regimes` are the entries. The steps: drop features that too many rows lack, mark outliers, fit
+each regime on the rows its condition holds for (features, penalty, coefficients, intervals), evaluate all regimes
+together.
 
-A fit takes its rows as arrays (`select.Design`). Rows differ in how much they determine: an interval of many steps has less noise
-than one step, a start taken from an event has more than one from a summary, and the noise of a step may grow with its time.
-Weights are inverse variances of all three.
+A fit takes its rows as arrays (`select.Design`). Rows differ in how much they determine: an interval of many steps has
+less noise than one step, a start taken from an event has more than one from a summary, and the noise of a step may grow
+with its time. Weights are inverse variances of all three.
 """
 
 from __future__ import annotations
@@ -60,19 +61,16 @@ MAX_UNKNOWN_SHARE = 0.05
 _ESTIMATOR_NAMES = {"ridge": "Ridge", "lasso": "Lasso", "elastic_net": "elastic net"}
 
 
-def fit_linear(
-    rows: pl.DataFrame, features: Sequence[Feature], options: FitOptions
-) -> LinearFit | TooFewRows:
+def fit_linear(rows: pl.DataFrame, features: Sequence[Feature], options: FitOptions) -> LinearFit | TooFewRows:
     """Fit a robust linear model on the training rows of a frame and measure it on the held-out ones.
 
-    Columns of `rows`: run_id, server, ts_ns, y, split, excluded_reason, and the features, which are in order of preference.
+    Columns of `rows`: run_id, server, ts_ns, y, split, excluded_reason, and the features, which are in order of
+    preference.
     """
     return fit_regimes(rows, [RegimeRows("all", tuple(features))], options)
 
 
-def fit_regimes(
-    rows: pl.DataFrame, regimes: Sequence[RegimeRows], options: FitOptions
-) -> LinearFit | TooFewRows:
+def fit_regimes(rows: pl.DataFrame, regimes: Sequence[RegimeRows], options: FitOptions) -> LinearFit | TooFewRows:
     """Fit one robust linear model per regime and measure them together on the held-out rows.
 
     A regime with too few training rows is not fitted; its rows fall to the next one.
@@ -120,7 +118,8 @@ class TrainingRows:
         return cls(included, _thinned(included.filter(split="train")))
 
     def design(self, features: Sequence[Feature], *, relative: bool = False) -> tuple[FitRows, Design] | None:
-        """Return the training rows that know these features, as they are and as arrays; null where rows or features are too few.
+        """Return the training rows that know these features, as they are and as arrays; null where rows or features are
+        too few.
 
         At most `select.ENOUGH_ROWS` rows are taken, evenly over the frame.
         """
@@ -173,9 +172,7 @@ def _fit_each(
         used = used.filter(~holds)
         columns = [f for f in regime.features if f.name in usable]
         lacking = [x for x in unknown if x.feature in {f.name for f in regime.features}]
-        fitted, design = _fit_one(
-            matching, outlying.filter(held(outlying, regime.when)), regime, columns, options
-        )
+        fitted, design = _fit_one(matching, outlying.filter(held(outlying, regime.when)), regime, columns, options)
         left_out = tuple(_with_range(x, matching) for x in (*lacking, *fitted.features_left_out))
         results.append(replace(fitted, features_left_out=left_out))
         designs.append(design)
@@ -213,8 +210,8 @@ def _fit_one(
         return replace(fitted, features_left_out=(*left, *misleading, *fitted.features_left_out)), design
     model = estimator(choice, options.signs, data.columns)
     rows = model.fit_rows(data.x, data.y, data.weights)
-    # Fits of some of these rows, for intervals and the learning curve, start from here; this fit from no other. Where most rows are without
-    # noise, a fit that missed the others would pass its weights on.
+    # Fits of some of these rows, for intervals and the learning curve, start from here; this fit from no other. Where
+    # most rows are without noise, a fit that missed the others would pass its weights on.
     data = replace(data, start=rows.huber)
     intercept_ci, intervals = confidence_intervals(data.x, data.y, model, rows, data.blocks())
     bounds, _ = bounds_of(model.positive, len(data.columns))
@@ -231,9 +228,7 @@ def _fit_one(
         intercept = Number(value=float(np.median(data.y)))
     fits = linear_terms(data.columns, model.coef_, data.x, intervals)
     alike = [tuple(x.feature for x in left if term.feature in x.collinear_with) for term in fits]
-    terms = tuple(
-        t.model_copy(update={"collinear_with": names}) for t, names in zip(fits, alike, strict=True)
-    )
+    terms = tuple(t.model_copy(update={"collinear_with": names}) for t, names in zip(fits, alike, strict=True))
     fitted = FittedRegime(
         regime=regime,
         intercept=intercept,
@@ -276,7 +271,8 @@ def _interval(
 def _drop_unknown(
     rows: pl.DataFrame, features: Sequence[Feature], *, fill_holdout: bool = True
 ) -> tuple[pl.DataFrame, list[Feature], list[OmittedFeature]]:
-    """Drop features that too many rows lack; mark the rows that lack one of the others, held-out ones unless these are filled.
+    """Drop features that too many rows lack; mark the rows that lack one of the others, held-out ones unless these are
+    filled.
 
     Returns:
         The frame, the kept features, and the dropped ones with reasons.
@@ -373,7 +369,8 @@ class FitRows:
     Attributes:
         frame: The rows, with the features.
         y: Targets, at the usual speed of the machine.
-        noise: Steps of each row and the standard deviation of its time that comes from the clocks; null if all rows are alike.
+        noise: Steps of each row and the standard deviation of its time that comes from the clocks; null if all rows are
+            alike.
         scale: Typical target of each row's deployment; null where one deployment is fitted.
         run: Number of the server.
         time: When each row began.
@@ -392,8 +389,9 @@ class FitRows:
     def of(cls, frame: pl.DataFrame) -> Self:
         """Take some rows of a training frame.
 
-        The optional columns `interval_steps` and `cycle_sd_us` give each row's noise. `row_scale_us`, also optional, is the typical
-        target of the row's deployment where several deployments are fitted together: errors of one multiple of it count the same.
+        The optional columns `interval_steps` and `cycle_sd_us` give each row's noise. `row_scale_us`, also optional, is
+        the typical target of the row's deployment where several deployments are fitted together: errors of one multiple
+        of it count the same.
         """
 
         def floats(name: str) -> Vector | None:
@@ -476,9 +474,9 @@ def interval_weights(x: Matrix, y: Vector, steps: Vector, sd: Vector) -> Vector:
 def noise_exponent(residual: Vector, predicted: Vector) -> float:
     """Return g of noise whose standard deviation is proportional to predicted**g, from 0 (constant) to 1 (a share).
 
-    g is the slope of log |residual| over log predicted, or 0 where it is not significantly positive (Harvey 1976). Where the
-    speed of the machine varies, the noise of a step is a share of its time. The short steps then determine the intercept,
-    which the noise of the long ones would drown.
+    g is the slope of log |residual| over log predicted, or 0 where it is not significantly positive (Harvey 1976).
+    Where the speed of the machine varies, the noise of a step is a share of its time. The short steps then determine
+    the intercept, which the noise of the long ones would drown.
 
     `residual` is scaled to equal noise except for this growth.
     """
@@ -493,7 +491,9 @@ def noise_exponent(residual: Vector, predicted: Vector) -> float:
 
 
 def noise_weights(x: Matrix, y: Vector, weights: Vector) -> Vector:
-    """Return weights times the inverse variance of noise that grows with the time of a step, mean 1; shape (n_rows,)."""
+    """Return weights times the inverse variance of noise that grows with the time of a step, mean 1; shape
+    (n_rows,).
+    """
     predicted = RobustLinear().fit(x, y, weights).predict(x)
     exponent = noise_exponent((y - predicted) * np.sqrt(weights), predicted)
     if exponent == 0:

@@ -1,7 +1,9 @@
-"""Transfer: fit the law to the steps of traced servers, measure it on servers that are left out, and draw it to a few steps of a new one.
+"""Transfer: fit the law to the steps of traced servers, measure it on servers that are left out, and draw it to a few
+steps of a new one.
 
-Sources are chosen first: deployments of the same model and GPU if there are any; else those of the same GPU; else all. The property
-that differs is the kind of a transfer, and its errors are those of the same kind: each tensor parallelism, model or GPU among the sources is left out in turn.
+Sources are chosen first: deployments of the same model and GPU if there are any; else those of the same GPU; else all.
+The property that differs is the kind of a transfer, and its errors are those of the same kind: each tensor parallelism,
+model or GPU among the sources is left out in turn.
 """
 
 from __future__ import annotations
@@ -61,8 +63,8 @@ PHASES = (DECODES, PROMPTS)
 STRENGTH = 0.002
 """Strength of the Ridge towards the priors for one source; n sources divide it by n squared.
 
-It decides between coefficients that few servers cannot tell apart, such as those of kernels and of weights, and is too weak to move those that
-many servers can.
+It decides between coefficients that few servers cannot tell apart, such as those of kernels and of weights, and is too
+weak to move those that many servers can.
 """
 CALIBRATION_STRENGTH = 0.02
 """Strength of the Ridge towards the transferred coefficients for one step, which more of them divide."""
@@ -153,8 +155,8 @@ def name_of(context: RunContext, kind: Kind) -> str:
 def law_rows(deployment: Deployment, tables: DeploymentTables) -> LawRows:
     """Return the steps of a deployment, whose model and GPU are known, with the terms of the law.
 
-    Left out are warm-up, steps that mostly repeat work, those of unknown batches, and those faster than the least that the law allows: the
-    weights and the experts read, or the prompts computed, at the rated speed.
+    Left out are warm-up, steps that mostly repeat work, those of unknown batches, and those faster than the least that
+    the law allows: the weights and the experts read, or the prompts computed, at the rated speed.
     """
     timeline = tables.timeline
     sources = {SOURCES[source] for source in timeline["cycle_source"].drop_nulls().unique()}
@@ -208,10 +210,11 @@ _BATCH_FEATURES = tuple(Feature(f"of_{name}", "1", name) for name in LAW_BATCH_C
 
 
 def with_prompts_cached(deployment: Deployment, tables: DeploymentTables) -> DeploymentTables | None:
-    """Return the tables as if every prompt that was not seen computed had been in the prefix cache, up to its last full block.
+    """Return the tables as if every prompt that was not seen computed had been in the prefix cache, up to its last full
+    block.
 
-    The batches of steps that follow from the times of requests have whole prompts: no request states its hits. Null where no step is of
-    that kind, or the server has no prefix cache.
+    The batches of steps that follow from the times of requests have whole prompts: no request states its hits. Null
+    where no step is of that kind, or the server has no prefix cache.
     """
     settings, timeline = deployment.context.settings, tables.timeline
     is_counted = is_from(lambda source: source.from_requests)
@@ -275,11 +278,7 @@ class Law:
         """Return the times of rows in us; shape (n,)."""
         sums = {
             part: sum(
-                (
-                    c * rows[t.feature.name].to_numpy()
-                    for t, c in self.pairs()
-                    if part_of(t, self.form) == part
-                ),
+                (c * rows[t.feature.name].to_numpy() for t, c in self.pairs() if part_of(t, self.form) == part),
                 np.zeros(rows.height),
             )
             for part in (OVERHEAD, MEMORY, COMPUTE, LAUNCH)
@@ -294,7 +293,8 @@ def part_of(term: LawTerm, form: LawForm) -> Part:
 
 LAW_FORMS: tuple[LawForm, ...] = ("sum", "longer")
 _LONGER_LOSS = 0.7
-"""Share of the loss of a sum below which the longer of memory and compute is taken instead: the sum holds on most real GPUs."""
+"""Share of the loss of a sum below which the longer of memory and compute is taken instead: the sum holds on most real
+GPUs."""
 
 
 def offered(kind: Kind, form: LawForm) -> tuple[LawTerm, ...]:
@@ -336,9 +336,7 @@ def fitted_law(
     """
     priors = [t.prior if prior is None else prior.value(t.feature.name) for t in terms]
     # A coefficient that was found on others is known to a share of itself.
-    scales = [
-        t.scale if prior is None else max(p, _OWN_SCALE * t.scale) for t, p in zip(terms, priors, strict=True)
-    ]
+    scales = [t.scale if prior is None else max(p, _OWN_SCALE * t.scale) for t, p in zip(terms, priors, strict=True)]
     law = LawRegressor(
         low=[t.low for t in terms],
         high=[t.high for t in terms],
@@ -356,7 +354,9 @@ _OWN_SCALE = 0.3
 
 
 def _weights(prompts: Flags) -> Vector:
-    """Return the weights of a server's steps, which add up to 1: those with prompts have at least `PROMPT_SHARE` of it."""
+    """Return the weights of a server's steps, which add up to 1: those with prompts have at least `PROMPT_SHARE` of
+    it.
+    """
     count, n = int(prompts.sum()), len(prompts)
     if not 0 < count < PROMPT_SHARE * n:
         return np.full(n, 1 / n)
@@ -376,7 +376,9 @@ def choose_sources(target: RunContext, sources: Sequence[LawRows]) -> tuple[Kind
 
 
 def parts_of_model(context: RunContext) -> tuple[str, ...]:
-    """Return the kinds of layers and the precisions of a server's model, and whether its experts are divided, each as a phrase."""
+    """Return the kinds of layers and the precisions of a server's model, and whether its experts are divided, each as a
+    phrase.
+    """
     model = context.architecture
     if model is None:
         return ()
@@ -411,9 +413,7 @@ def unseen_parts(target: RunContext, seen: Collection[str]) -> tuple[str, ...]:
     """Return the parts of a server that are in none of its sources, which have those `seen`."""
     # A dense layer is matrices, as attention is, and its weights are as wide.
     like = {_DENSE: _ATTENTION} | {part.replace("attention", "dense"): part for part in seen}
-    return tuple(
-        part for part in parts_of_model(target) if part not in seen and like.get(part, "") not in seen
-    )
+    return tuple(part for part in parts_of_model(target) if part not in seen and like.get(part, "") not in seen)
 
 
 # -- leaving out -----------------------------------------------------------------------------------------
@@ -432,9 +432,11 @@ class Fold:
         by_phase: The same, by phase.
         ape_pct: Absolute errors of each step in percent, by phase.
         bias_log: Logarithm of the measured sum over the predicted one.
-        nearest: Errors of the law of only the nearest source with that source's numbers: its time for this batch, unchanged.
+        nearest: Errors of the law of only the nearest source with that source's numbers: its time for this batch,
+            unchanged.
         roofline: Errors of the longer of compute and memory at the rated speed.
-        coverage_pct: Percent of its steps within the interval that the other sources give; null where these are too few for one.
+        coverage_pct: Percent of its steps within the interval that the other sources give; null where these are too few
+            for one.
     """
 
     left_out: str
@@ -548,14 +550,15 @@ class TransferErrors(NamedTuple):
 
 
 UNTESTED = TransferErrors({DECODES: 50.0, PROMPTS: 80.0}, math.log(1.5) / 1.645, 0)
-"""The widest interval, for a transfer that no fold tests: the worst unseen kind of model was 40 to 50 % off, its prompts more."""
+"""The widest interval, for a transfer that no fold tests: the worst unseen kind of model was 40 to 50 % off, its
+prompts more."""
 
 
 def errors_of(folds: Sequence[Fold]) -> TransferErrors:
     """Return the errors to expect: of all folds together from five on, each counting the same, else of the worst.
 
-    A spread of few numbers is itself uncertain: its standard deviation is at least the largest of them over 1.645, so that the 90 % interval
-    holds the worst.
+    A spread of few numbers is itself uncertain: its standard deviation is at least the largest of them over 1.645, so
+    that the 90 % interval holds the worst.
     """
     if not folds:
         return UNTESTED
@@ -576,9 +579,7 @@ def errors_of(folds: Sequence[Fold]) -> TransferErrors:
 def _quantile(groups: Sequence[Vector]) -> float:
     """Return the 90th percentile of values in groups that count the same."""
     weights = np.concatenate([np.full(len(group), 1 / len(group)) for group in groups])
-    return float(
-        np.quantile(np.concatenate(groups), TRANSFER_LEVEL_PCT / 100, weights=weights, method="inverted_cdf")
-    )
+    return float(np.quantile(np.concatenate(groups), TRANSFER_LEVEL_PCT / 100, weights=weights, method="inverted_cdf"))
 
 
 # -- calibration -----------------------------------------------------------------------------------------
@@ -614,9 +615,7 @@ class Calibration:
         return (self.after if self.used else self.before).mape_pct or 0.0
 
 
-def calibrate(
-    law: Law, steps: LawRows, expected: TransferErrors, *, fewest: int = FEWEST_STEPS
-) -> Calibration | None:
+def calibrate(law: Law, steps: LawRows, expected: TransferErrors, *, fewest: int = FEWEST_STEPS) -> Calibration | None:
     """Draw the law to steps of the new server, or to its points, as far as blocks of them that are left out confirm it.
 
     Returns:

@@ -1,8 +1,8 @@
 """Errors of models: metrics, quantiles and prediction intervals, and the evaluation of a fitted model on held-out rows.
 
-Every report and file of tracefit states errors as this module computes them. A model is compared with the training median (the
-baseline), gradient boosting on the same features (how much error a more flexible model would remove), and the model itself
-fitted on fewer rows (the learning curve).
+Every report and file of tracefit states errors as this module computes them. A model is compared with the training
+median (the baseline), gradient boosting on the same features (how much error a more flexible model would remove), and
+the model itself fitted on fewer rows (the learning curve).
 """
 
 from __future__ import annotations
@@ -97,10 +97,11 @@ INTERVAL_LEVEL_PCT = 95.0
 
 
 def prediction_interval(predicted: Vector, actual: Vector, regime: str = "all") -> PredictionInterval:
-    """Return the limits that 2.5 % of rows are below and above, as conformal quantiles at k / (n + 1) (Vovk et al. 2005).
+    """Return the limits that 2.5 % of rows are below and above, as conformal quantiles at k / (n + 1) (Vovk et al.
+    2005).
 
-    The limits are ratios or differences, whichever give the narrower intervals over these rows: the noise of a step time grows
-    with the step, the noise of a wait need not.
+    The limits are ratios or differences, whichever give the narrower intervals over these rows: the noise of a step
+    time grows with the step, the noise of a wait need not.
     """
     tail = (1 - INTERVAL_LEVEL_PCT / 100) / 2
     differences = _limits(actual - predicted, tail)
@@ -140,9 +141,7 @@ def validate(
     outside, extrapolated = extrapolated_rows(regimes, evaluated)
 
     def by(groups: dict[str, Flags]) -> dict[str, Metrics]:
-        return {
-            name: measure(y_holdout[rows], predicted[rows]) for name, rows in groups.items() if rows.any()
-        }
+        return {name: measure(y_holdout[rows], predicted[rows]) for name, rows in groups.items() if rows.any()}
 
     names = sorted({t.feature for regime in regimes for t in regime.terms})
     return Validation(
@@ -186,9 +185,7 @@ def _by_source(rows: pl.DataFrame) -> dict[str, int]:
     return dict(sorted(rows.group_by("source").len().iter_rows())) if "source" in rows.columns else {}
 
 
-def extrapolated_rows(
-    regimes: Sequence[FittedRegime], evaluated: pl.DataFrame
-) -> tuple[Flags, dict[str, int]]:
+def extrapolated_rows(regimes: Sequence[FittedRegime], evaluated: pl.DataFrame) -> tuple[Flags, dict[str, int]]:
     """Return which rows have a feature outside the training range of their regime, and how many by feature."""
     outside = np.zeros(evaluated.height, dtype=bool)
     by_feature: dict[str, int] = {}
@@ -218,9 +215,7 @@ def _classify(regimes: list[FittedRegime], evaluated: pl.DataFrame, label: pl.Ex
     waits = np.array([regime.regime.name != FREE for regime in regimes])
     true, predicted = which(evaluated, label), waits[active_regime(regimes, evaluated)]
     # Balanced accuracy: the mean of the rates of correct predictions among true and among false rows.
-    rates = [
-        float((predicted[true == side] == side).mean()) for side in (True, False) if (true == side).any()
-    ]
+    rates = [float((predicted[true == side] == side).mean()) for side in (True, False) if (true == side).any()]
     return Classifier(
         balanced_accuracy=float(np.mean(rates)) if rates else None,
         confusion={
@@ -235,8 +230,8 @@ def _classify(regimes: list[FittedRegime], evaluated: pl.DataFrame, label: pl.Ex
 def reference(used: pl.DataFrame, evaluated: pl.DataFrame, names: list[str]) -> Metrics:
     """Return the errors of gradient boosting on the same features and rows: a flexible model that cannot be read.
 
-    Fifty trees of eight leaves are fitted to the logarithms of the times by least squares. That takes a tenth of the time of 200 trees
-    of 31 leaves with absolute errors, and its errors are no larger.
+    Fifty trees of eight leaves are fitted to the logarithms of the times by least squares. That takes a tenth of the
+    time of 200 trees of 31 leaves with absolute errors, and its errors are no larger.
     """
     logs = np.log(np.maximum(target_of(used), _LEAST_US))
     predicted = np.exp(boosted(matrix(used, names), logs, matrix(evaluated, names)))

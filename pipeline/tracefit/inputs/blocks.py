@@ -121,8 +121,8 @@ def inspect_file(file: TraceFile, bounds: Expansion = USUAL, *, is_shape_needed:
     Args:
         file: The file.
         bounds: How much is read if these show nothing.
-        is_shape_needed: Whether the layout of JSON traces matters. If not, the first KiB usually suffice: of many small files,
-            reading more takes longer than everything else until they are decoded.
+        is_shape_needed: Whether the layout of JSON traces matters. If not, the first KiB usually suffice: of many small
+            files, reading more takes longer than everything else until they are decoded.
 
     Raises:
         UsageError: If it cannot be read.
@@ -141,9 +141,7 @@ def inspect_file(file: TraceFile, bounds: Expansion = USUAL, *, is_shape_needed:
     return replace(contents, compression=compression, shape="unknown" if is_lost else contents.shape)
 
 
-def lines_with(
-    file: TraceFile, marks: Sequence[bytes], *, most_bytes: int, bounds: Expansion = USUAL
-) -> list[str]:
+def lines_with(file: TraceFile, marks: Sequence[bytes], *, most_bytes: int, bounds: Expansion = USUAL) -> list[str]:
     """Return the lines of a text file that contain one of some marks, at most the last 10,000.
 
     Args:
@@ -235,9 +233,7 @@ class _Splitter:
         yield from self.detect()
         shape, encoding = self.contents.shape, self.contents.encoding or "json"
         if shape == "unknown":
-            yield from self._skipped(
-                self._words_of_unknown, shape, "json" if is_text else "protobuf", start=0
-            )
+            yield from self._skipped(self._words_of_unknown, shape, "json" if is_text else "protobuf", start=0)
             return
         if self.contents.recording and not self.contents.recording.decode:
             yield Reject(
@@ -254,9 +250,7 @@ class _Splitter:
         while self._buffer or not self._is_last:
             yield from self._fill(wanted)
             size = whole_records(self._buffer, shape, is_last=self._is_last, starts=self._starts)
-            if (
-                size > longest
-            ):  # many records together; a record that is too long is rejected once it is alone
+            if size > longest:  # many records together; a record that is too long is rejected once it is alone
                 size = whole_records(self._buffer[:longest], shape, is_last=False, starts=self._starts)
             if not size and len(self._buffer) > longest:
                 advice = f"longer than {longest >> 20} MiB: raise {named(IngestOptions, 'max_document_mib')} to read it"
@@ -300,9 +294,7 @@ class _Splitter:
             # Concatenated files have several headers: the last one applies to the next block.
             header = recording.header(self._buffer[:size])
             # A cut line may be glued to it.
-            self._header = (
-                self._header if self._header and header.endswith(self._header) else header or self._header
-            )
+            self._header = self._header if self._header and header.endswith(self._header) else header or self._header
         self._drop(size)
         return block
 

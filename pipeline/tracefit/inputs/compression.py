@@ -118,9 +118,7 @@ class Piece(NamedTuple):
     is_stored: bool
 
 
-def pieces(
-    raw: BinaryIO, bounds: Expansion = USUAL, *, most_bytes: int = sys.maxsize
-) -> Iterator[Piece | Gap]:
+def pieces(raw: BinaryIO, bounds: Expansion = USUAL, *, most_bytes: int = sys.maxsize) -> Iterator[Piece | Gap]:
     """Yield the content of a file in pieces, decompressed where it is compressed.
 
     Length-prefixed zstd gives JSON lines, a record each, or length-prefixed protobuf.
@@ -453,10 +451,7 @@ class _FileReader:
             # The length leads to the next record most of the time; if it does, nothing has to be guessed.
             size = int.from_bytes(self._bytes(start, LENGTH_BYTES), "big")
             behind = start + LENGTH_BYTES + size
-            if (
-                size <= self._bounds.max_record_bytes
-                and compression_of(self._bytes(behind, 8)) == "framed zstd"
-            ):
+            if size <= self._bounds.max_record_bytes and compression_of(self._bytes(behind, 8)) == "framed zstd":
                 # A wrong length can also lead to a record, past whole ones.
                 inside = start + LENGTH_BYTES + 1
                 next_unit = self._unit_in(self._bytes(inside, behind - inside), inside, _UNIT_START)
@@ -471,7 +466,8 @@ class _FileReader:
 
     def _next_unit(self, start: int) -> int:
         """Return where, from `start` on, the next readable unit or plain record begins, or -1."""
-        # Junk before a file's plain records is part of its content. A file that is not a trace file is not read to its end.
+        # Junk before a file's plain records is part of its content. A file that is not a trace file is not read to its
+        # end.
         pattern, limit = (
             (_UNIT_START, self._bounds.most_junk_bytes) if self._is_stored else (_UNIT_OR_RECORD_START, None)
         )

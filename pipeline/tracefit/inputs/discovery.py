@@ -254,9 +254,7 @@ class _FileFinder:
         for name in folder.irregular:
             base = Path(name).name
             if base in CONFIG_NAMES:
-                raise UsageError(
-                    "is not a regular file", where=name, hint="a configuration is read from a file"
-                )
+                raise UsageError("is not a regular file", where=name, hint="a configuration is read from a file")
             is_notable = _TRACE_NAME.fullmatch(base) is not None
             self._left_out[LeftOut(name, "it is not a regular file", is_notable)] = None
         if not traces:
@@ -307,7 +305,9 @@ class _FileFinder:
         """Return whether a file holds a part of a run whose whole is read from another one; it is left out then."""
         if not holds_parts(folder) or not (found := inspect_file(file).recording) or found.parts_in != folder:
             return False
-        reason = f"it is of one part of the run, which the file above {folder}/ has whole; give its folder alone to read it"
+        reason = (
+            f"it is of one part of the run, which the file above {folder}/ has whole; give its folder alone to read it"
+        )
         self._left_out[LeftOut(file.name, reason, is_notable=True)] = None
         return True
 
@@ -376,9 +376,7 @@ def _configs_in(beside: TraceFile) -> dict[str, TraceFile]:
     folder = _folder_of(beside) if beside.filesystem is None else _above_dates(beside.path.rpartition("/")[0])
     paths = {name: f"{folder}/{name}" for name in CONFIG_NAMES}
     if beside.filesystem is None:
-        there = {
-            name: path for name, path in paths.items() if os.path.lexists(path) and not Path(path).is_dir()
-        }
+        there = {name: path for name, path in paths.items() if os.path.lexists(path) and not Path(path).is_dir()}
         return {name: TraceFile.local(path) for name, path in there.items()}
     try:
         infos = beside.filesystem.get_file_info(list(paths.values()))
@@ -400,7 +398,9 @@ def _matches(pattern: re.Pattern[str], file: TraceFile) -> bool:
 
 
 def _is_beside(file: TraceFile) -> bool:
-    """Return whether a file that was named is read when the run's tables are built; one in a bucket goes by its name."""
+    """Return whether a file that was named is read when the run's tables are built; one in a bucket goes by its
+    name.
+    """
     if (is_named := is_beside(_base_name(file))) or file.filesystem is not None:
         return is_named
     recording = inspect_file(file).recording
@@ -422,7 +422,9 @@ def _run_folder(folder: FolderParts, configured: set[FolderParts]) -> FolderPart
 
 
 def _whole_of(parts: FolderParts) -> FolderParts:
-    """Return where the whole of a run lies whose parts are in folders of their own: `run/x.json` for `run/phases/warmup/x.json`."""
+    """Return where the whole of a run lies whose parts are in folders of their own: `run/x.json` for
+    `run/phases/warmup/x.json`.
+    """
     return (*parts[:-3], parts[-1]) if len(parts) > 2 else ()
 
 

@@ -51,8 +51,8 @@ class TraceFile:
         modified_ns: Unix time of its last change, if known and long enough ago that a later change has another: in a
             bucket of its contents, on disk of its contents, name or rights, which nobody can set back.
         filesystem: Its file system; None is the local disk.
-        location: The name that it has wherever files are compared: its absolute path without links, or its URL, with the host of
-            an endpoint other than the provider's; null for bytes of a pipe, which are compared by content.
+        location: The name that it has wherever files are compared: its absolute path without links, or its URL, with
+            the host of an endpoint other than the provider's; null for bytes of a pipe, which are compared by content.
     """
 
     name: str
@@ -108,9 +108,7 @@ class TraceFile:
             if self.filesystem is None:
                 raw: BinaryIO = io.FileIO(self.path)
             else:
-                raw = self.filesystem.open_input_stream(
-                    self.path, compression=None, buffer_size=_REMOTE_BUFFER_BYTES
-                )
+                raw = self.filesystem.open_input_stream(self.path, compression=None, buffer_size=_REMOTE_BUFFER_BYTES)
         except OSError as error:
             raise cannot_open(self.name, error) from error
         return cast("BinaryIO", _Reading(raw, self.name, on_read, content_hash))
@@ -127,7 +125,8 @@ def display_name(name: str) -> str:
 
 
 def split_url(text: str) -> tuple[str, str]:
-    """Return the lower-case scheme of a URL and the text after the slashes; for a path or file URL, `file` and the path.
+    """Return the lower-case scheme of a URL and the text after the slashes; for a path or file URL, `file` and the
+    path.
 
     Raises:
         UsageError: A file URL holds credentials.
@@ -162,9 +161,7 @@ def unknown_url(scheme: str, rest: str) -> UsageError:
 
 def cannot_open(name: str, error: OSError) -> UsageError:
     """Return the error for a file that cannot be opened."""
-    return UsageError(
-        f"cannot be opened ({reason_of(error)})", where=name, hint="check the path and its permissions"
-    )
+    return UsageError(f"cannot be opened ({reason_of(error)})", where=name, hint="check the path and its permissions")
 
 
 def reason_of(error: OSError) -> str:
@@ -225,9 +222,7 @@ class Fetched(NamedTuple):
     content_hash: str
 
 
-def fetch(
-    files: Iterable[TraceFile], folder: Path, on_read: Callable[[int], object] | None = None
-) -> list[Fetched]:
+def fetch(files: Iterable[TraceFile], folder: Path, on_read: Callable[[int], object] | None = None) -> list[Fetched]:
     """Copy remote files to a folder on disk; each is read once.
 
     Args:

@@ -99,9 +99,7 @@ def _find_one(path: str) -> TraceFile | Folder:
     locations: dict[FolderParts, str] = {}
     for parts, each in _walk(path, locations):
         if os.path.isfile(each):  # noqa: PTH113 - of strings: a fleet has thousands of files
-            location = (
-                canonical(each) if _is_link(each) else f"{locations[parts[:-1]].rstrip('/')}/{parts[-1]}"
-            )
+            location = canonical(each) if _is_link(each) else f"{locations[parts[:-1]].rstrip('/')}/{parts[-1]}"
             files.append((parts, TraceFile.local(each, location=location)))
         else:
             irregular.append(display_name(each))
@@ -134,9 +132,7 @@ def _walk(root: str, locations: dict[FolderParts, str]) -> Iterator[tuple[Folder
         below[:] = sorted(name for name in below if not name.startswith("."))
         inside = tuple(map(display_name, filter(None, folder.removeprefix(root).split("/"))))
         is_known = inside and not _is_link(folder)
-        locations[inside] = (
-            f"{locations[inside[:-1]].rstrip('/')}/{inside[-1]}" if is_known else canonical(folder)
-        )
+        locations[inside] = f"{locations[inside[:-1]].rstrip('/')}/{inside[-1]}" if is_known else canonical(folder)
         for name in sorted(name for name in names if not name.startswith(".")):
             each = os.path.join(folder, name)  # noqa: PTH118
             yield (*inside, display_name(name)), each.removeprefix("./")
@@ -199,9 +195,7 @@ def _find_in(
 
     def file_of(info: FileInfo) -> TraceFile:
         name = display_name(f"{bucket}/{info.path.removeprefix(base).lstrip('/')}")
-        return TraceFile(
-            name, info.path, info.size, info.mtime_ns, filesystem, location=location_at(endpoint, name)
-        )
+        return TraceFile(name, info.path, info.size, info.mtime_ns, filesystem, location=location_at(endpoint, name))
 
     if info.type == FileType.NotFound:
         raise UsageError("no such file or folder", where=f"{bucket}/{key}")
@@ -222,9 +216,7 @@ def _remote_folder(name: str, endpoint: str | None, files: list[TraceFile]) -> F
     return Folder(name, tuple(name.partition("://")[2].split("/")), visible, locations={(): location})
 
 
-def _matching(
-    bucket: str, key: str, endpoint: str | None, files: list[TraceFile]
-) -> list[TraceFile | Folder]:
+def _matching(bucket: str, key: str, endpoint: str | None, files: list[TraceFile]) -> list[TraceFile | Folder]:
     """Return the files that match a pattern, and the folders that match it, with all their files."""
     # Each special part has its regular expression; the text between two of them stands for itself.
     texts, specials = _GLOB_PART.split(key), _GLOB_PART.findall(key)

@@ -76,8 +76,8 @@ class Recording:
         stamped: Parts of lines whose time counts: the one that a container gives such a line is put before it.
         lacks: The values that its requests never have, of those that `tables.unread` counts.
         versions: The versions of the program that write it, as far as they were read.
-        parts_in: Name of a folder beside its file that has, for each part of the run, a folder with a file of the same name: only
-            this part, which the file beside it holds too.
+        parts_in: Name of a folder beside its file that has, for each part of the run, a folder with a file of the same
+            name: only this part, which the file beside it holds too.
     """
 
     name: str

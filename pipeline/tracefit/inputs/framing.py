@@ -33,8 +33,8 @@ MAX_FRAME_GUESSES, _MAX_LOOKS = 10_000, 500_000
 
 _VISIBLE = re.compile(rb"\S")
 
-# The tag of `resource_spans` before a varint length. A match is only the tag, because the next byte can be the true tag.
-# In a frame, the 4-byte length before it begins with a small byte: no message is longer than 272 MiB.
+# The tag of `resource_spans` before a varint length. A match is only the tag, because the next byte can be the true
+# tag. In a frame, the 4-byte length before it begins with a small byte: no message is longer than 272 MiB.
 _FRAMED_START = re.compile(rb"(?<=[\x00-\x10].{3})\x0a(?=[\x80-\xff]{0,4}[\x00-\x7f])", re.DOTALL)
 _BARE_START = re.compile(rb"\x0a(?=[\x80-\xff]{0,4}[\x00-\x7f](?:[\x0a\x12\x1a]|\xc2\x3e))")
 # Fields and frames too short to hold a span: a file can hold millions of them. Each alternative of the patterns fixes
@@ -75,9 +75,7 @@ class _Extent(NamedTuple):
     reason: str = ""
 
 
-def whole_records(
-    buffer: bytes, shape: Shape, *, is_last: bool, starts: re.Pattern[bytes] | None = None
-) -> int:
+def whole_records(buffer: bytes, shape: Shape, *, is_last: bool, starts: re.Pattern[bytes] | None = None) -> int:
     """Return how many bytes at the beginning of a buffer are whole records, or damage between them.
 
     Args:
@@ -209,9 +207,7 @@ def _extents(buffer: bytes, shape: Shape, *, is_last: bool) -> Iterator[_Extent]
             position = plain_end
             continue
         if position >= tried and buffer[position : position + 1] in b"\0\x0a":
-            tried = max(
-                end_of_run(_TINY[shape], buffer, position, position + _MOST_FRAME_BYTES), position + 1
-            )
+            tried = max(end_of_run(_TINY[shape], buffer, position, position + _MOST_FRAME_BYTES), position + 1)
             if tried - position >= _MANY_BYTES:
                 yield _Extent(position, tried)
                 position = tried
@@ -328,9 +324,7 @@ class _RecordFinder:
     hostile file can hold millions of them.
     """
 
-    def __init__(
-        self, buffer: bytes, shape: Shape, *, is_last: bool, max_guesses: int = MAX_FRAME_GUESSES
-    ) -> None:
+    def __init__(self, buffer: bytes, shape: Shape, *, is_last: bool, max_guesses: int = MAX_FRAME_GUESSES) -> None:
         self._buffer = buffer
         self._is_framed = shape == "framed"
         self._is_last = is_last

@@ -1,7 +1,7 @@
 """The record of unreadable input: a `Reject` with its position and reason, and an excerpt without private data.
 
-`Rejects` collects those of a file, or of a block of it, and says when there are too many: readers and decoders ask it, and
-know neither the limit nor what an excerpt may show.
+`Rejects` collects those of a file, or of a block of it, and says when there are too many: readers and decoders ask it,
+and know neither the limit nor what an excerpt may show.
 
 An excerpt shows the structure of a record and its keys. Strings and numbers, which can hold prompts, appear only if
 the user asks for values.
@@ -71,7 +71,8 @@ class TooManyRejectsError(TracefitError):
 class Rejects:
     """The rejects of one file, or of one block of it, up to the limit.
 
-    A file is read to its end, or to as many rejects as `IngestOptions.max_rejects`. Blocks are decoded apart, each to as many at
+    A file is read to its end, or to as many rejects as `IngestOptions.max_rejects`. Blocks are decoded apart, each to
+    as many at
     most, and the reader of their file counts them in its order: the result is the same in one process and in several.
 
     Args:

@@ -71,7 +71,8 @@ UNREAD = {
     ),
     "prometheus": UnreadKind(
         rb"(?:^|\n)# (?:HELP|TYPE) [a-zA-Z_:][a-zA-Z0-9_:]* "
-        rb'|(?:^|\n)[a-zA-Z_:][a-zA-Z0-9_:]*\{[a-zA-Z_][a-zA-Z0-9_]*="[^"\n]{0,200}"[^\n}]{0,2000}\} [-+0-9.eE]+(?: [0-9]+)?\r?\n',
+        rb'|(?:^|\n)[a-zA-Z_:][a-zA-Z0-9_:]*\{[a-zA-Z_][a-zA-Z0-9_]*="[^"\n]{0,200}"'
+        rb"[^\n}]{0,2000}\} [-+0-9.eE]+(?: [0-9]+)?\r?\n",
         "Prometheus text, which has sums over requests and no single one",
         _SPANS_OF_REQUESTS,
     ),

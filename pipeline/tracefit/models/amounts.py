@@ -1,8 +1,8 @@
 """The algebra that models are evaluated in: an amount is a float, or a numpy array of one per row, and NaN is unknown.
 
-Python's operators `+ - *` and comparisons are the same for both, and NaN does in them what an unknown should: a sum with it is
-unknown, a comparison with it does not hold. The functions below are the rest. numpy is imported only where an array is: a row
-needs none.
+Python's operators `+ - *` and comparisons are the same for both, and NaN does in them what an unknown should: a sum
+with it is unknown, a comparison with it does not hold. The functions below are the rest. numpy is imported only where
+an array is: a row needs none.
 """
 
 from __future__ import annotations

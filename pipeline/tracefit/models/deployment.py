@@ -129,7 +129,9 @@ class DeploymentModels:
 
     @cached_property
     def usual_kv_usage(self) -> float | None:
-        """KV usage of a described step, where a recording stated the steps without their context, and the KV blocks are unknown."""
+        """KV usage of a described step, where a recording stated the steps without their context, and the KV blocks are
+        unknown.
+        """
         model = self.step_model
         is_recorded = model.target is not None and model.target.definition not in _SPAN_DEFINITIONS
         left_out = model.features_left_out if isinstance(model, LinearModel) else ()
@@ -163,7 +165,9 @@ class DeploymentModels:
         return next((facts.settings.get(name) for facts in self._facts), None)
 
     def known_settings(self, compiled: CompiledModel) -> dict[str, float]:
-        """Return the settings of the server; an unknown one is NaN, or left out where the model has a formula for it."""
+        """Return the settings of the server; an unknown one is NaN, or left out where the model has a formula for
+        it.
+        """
         # Unknown, it would override the model's own formula of that name.
         return {
             n: math.nan if v is None else v
@@ -175,9 +179,7 @@ class DeploymentModels:
         """Return the names that change a prediction of these models, or its notes."""
         return set[str]().union(*(self.compiled(model).read for model in models))
 
-    def require_read(
-        self, features: Iterable[str], models: Iterable[Model], also: Iterable[str] = ()
-    ) -> None:
+    def require_read(self, features: Iterable[str], models: Iterable[Model], also: Iterable[str] = ()) -> None:
         """Refuse features that no model uses.
 
         Args:
@@ -215,9 +217,7 @@ class DeploymentModels:
         return [
             f"{name} {value:,g} is outside {ends[0]:,g} to {ends[1]:,g}, the range of {of}s in training"
             for name, ends in self.input_ranges(of).items()
-            if (value := given.get(name)) is not None
-            and not ends[0] <= value <= ends[1]
-            and name not in columns
+            if (value := given.get(name)) is not None and not ends[0] <= value <= ends[1] and name not in columns
         ]
 
     def limit(self, setting: str) -> float | None:
@@ -260,7 +260,8 @@ class DeploymentModels:
         return texts
 
     def step_values(self, described: Amounts, features: Amounts) -> dict[str, Amount]:
-        """Return what a model of step times is computed from: settings, the described step, and features, which win over them.
+        """Return what a model of step times is computed from: settings, the described step, and features, which win
+        over them.
 
         Args:
             described: Amounts of some of `describe.STEP_INPUTS`.

@@ -32,8 +32,7 @@ STEP_VALUES: dict[str, str] = {
     "prefill_context_tokens": "prefill_done",
     "running_depth": "batch + prefill_reqs",
     "waiting_depth": "waiting",
-    "kv_blocks_used": "batch * (context / block_size + 0.5) + "
-    "(prefill + prefill_done) / block_size + prefill_reqs / 2",
+    "kv_blocks_used": "batch * (context / block_size + 0.5) + (prefill + prefill_done) / block_size + prefill_reqs / 2",
     "kv_usage_ratio": "min(kv_blocks_used / (num_gpu_blocks - 1), 1)",
 }
 """Timeline columns of a step that decodes `batch` requests of `context` tokens and prefills `prefill` tokens."""
@@ -111,7 +110,8 @@ MAX_COUNT = 1e12
 def impossible(
     of: Literal["step", "request"], given: Mapping[str, Any], limit: Callable[[str], float | None]
 ) -> Iterator[tuple[Any, str, Any, str]]:
-    """Yield the rules a description can break: whether it does, the input, its value, and the message, a format of the value.
+    """Yield the rules a description can break: whether it does, the input, its value, and the message, a format of the
+    value.
 
     Args:
         of: The kind of description.

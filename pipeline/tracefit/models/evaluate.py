@@ -125,16 +125,10 @@ def middles(terms: Iterable[Term]) -> dict[str, float]:
 def _stand_ins(form: LinearForm, values: Amounts) -> dict[str, Amount]:
     """Return the features of a form that are unknown somewhere, with the middles of their training ranges there."""
     found = {name: (values.get(name, math.nan), middle) for name, middle in middles(form.terms).items()}
-    return {
-        name: filled(value, middle)
-        for name, (value, middle) in found.items()
-        if not everywhere(is_known(value))
-    }
+    return {name: filled(value, middle) for name, (value, middle) in found.items() if not everywhere(is_known(value))}
 
 
-def _sum(
-    forms: Sequence[tuple[str, LinearForm]], index: Amount, values: Amounts, *, stand_in: bool = False
-) -> Amount:
+def _sum(forms: Sequence[tuple[str, LinearForm]], index: Amount, values: Amounts, *, stand_in: bool = False) -> Amount:
     """Return the line of the form that an index names, row by row; unknown where it names none."""
     amount: Amount = math.nan
     for k, (_, form) in enumerate(forms):
@@ -248,7 +242,9 @@ class CompiledModel:
         return Evaluated(amount, index, forms, {**values, **replaced}, replaced)
 
     def active(self, values: Amounts) -> Amount:
-        """Return the index of the form that predicts, by the values of the compared names; -1 where no condition holds."""
+        """Return the index of the form that predicts, by the values of the compared names; -1 where no condition
+        holds.
+        """
         return first_that_holds(self.conditions, values) if self.conditions else 0
 
     def amount(self, values: Amounts) -> Amount:
@@ -281,9 +277,7 @@ class CompiledModel:
         return set(self.features)
 
 
-def expected_at_boundary(
-    model: BoundaryModel, work_us: Amount, cycle_us: Amount
-) -> tuple[Amount, Amount, Amount]:
+def expected_at_boundary(model: BoundaryModel, work_us: Amount, cycle_us: Amount) -> tuple[Amount, Amount, Amount]:
     """Return expected, smallest and largest admission while steps of `cycle_us` run at unknown times.
 
     The boundary is equally likely at any time within a step: half a step later on average, a whole step at most.

@@ -194,9 +194,11 @@ _OPERATIONS: dict[Operator, Callable[[Amount, Amount], Amount]] = {
 
 
 def computation(node: Node) -> Computation:
-    """Return a function that computes a formula from the values of its names: a replay computes formulas a million times.
+    """Return a function that computes a formula from the values of its names: a replay computes formulas a million
+    times.
 
-    It raises KeyError for a name without a value. Over arrays, numpy's warnings are the caller's to silence (`np.errstate`).
+    It raises KeyError for a name without a value. Over arrays, numpy's warnings are the caller's to silence
+    (`np.errstate`).
     """
     computed = _computation(node)
     return lambda values: amounts.finite(computed(values))
@@ -246,9 +248,7 @@ class Formulas:
     needs: Mapping[str, frozenset[str]]
     """Name of each formula to the names in it; walking the nodes instead took a third of the time of a prediction."""
     _computations: dict[str, Computation] = field(default_factory=dict, repr=False)
-    _plans: dict[tuple[frozenset[str], tuple[str, ...]], tuple[str, ...]] = field(
-        default_factory=dict, repr=False
-    )
+    _plans: dict[tuple[frozenset[str], tuple[str, ...]], tuple[str, ...]] = field(default_factory=dict, repr=False)
 
     @classmethod
     def parse(cls, texts: Mapping[str, str], *, where: str) -> Formulas:
@@ -302,7 +302,9 @@ class Formulas:
         return self._computations[name]
 
     def _plan(self, given: frozenset[str], names: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the formulas to compute, in order: a published model defines dozens of names, and one row uses a few."""
+        """Return the formulas to compute, in order: a published model defines dozens of names, and one row uses a
+        few.
+        """
         key = given, names
         if key not in self._plans:
             if len(self._plans) >= _MOST_PLANS:

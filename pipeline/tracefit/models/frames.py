@@ -174,10 +174,10 @@ def predict_rows(model: Model, rows: pl.DataFrame) -> pl.DataFrame:
     return _joined(rows, _predictions(compiled, evaluated(compiled, rows), {}, rows.height))
 
 
-def _predictions(
-    compiled: CompiledModel, found: Evaluated, beyond: Mapping[str, Truth], rows: int
-) -> pl.DataFrame:
-    """Return the columns `OUTPUTS` of an evaluation; `beyond` are inputs outside their training range by name, and for which rows."""
+def _predictions(compiled: CompiledModel, found: Evaluated, beyond: Mapping[str, Truth], rows: int) -> pl.DataFrame:
+    """Return the columns `OUTPUTS` of an evaluation; `beyond` are inputs outside their training range by name, and for
+    which rows.
+    """
     with np.errstate(all="ignore"):
         outside = _names(
             [*beyond.items(), *((each.feature, each.rows) for each in outside_training(compiled, found))],
@@ -203,7 +203,9 @@ def _joined(rows: pl.DataFrame, predictions: pl.DataFrame) -> pl.DataFrame:
 
 
 def _p90(compiled: CompiledModel, found: Evaluated) -> Amount:
-    """Return the held-out 90th percentile of the group each row belongs to, as `predict_row` takes it; NaN without one."""
+    """Return the held-out 90th percentile of the group each row belongs to, as `predict_row` takes it; NaN without
+    one.
+    """
 
     def of(group: str | None) -> float:
         errors = p90_ape_pct(compiled.model, group)
@@ -351,8 +353,7 @@ def composed_requests(models: DeploymentModels, given: pl.DataFrame) -> pl.DataF
             notes.append(("queue", added.rows))
         outside = _names(notes, given.height)
     columns = [
-        column_of(f"{name}_us", np.nan if value is None else value, given.height)
-        for name, value in durations.items()
+        column_of(f"{name}_us", np.nan if value is None else value, given.height) for name, value in durations.items()
     ]
     inside = pl.col("out_of_range").is_null()
     ranges = [
@@ -374,9 +375,7 @@ def completed_requests(models: DeploymentModels, rows: pl.DataFrame) -> pl.DataF
     for flag, name in REQUEST_FLAGS.items():
         if name not in rows.columns:
             rest = [
-                c
-                for c in rows.columns
-                if c not in (*REQUEST_FLAGS, *REQUEST_FLAGS.values(), *REQUEST_INPUTS, *OTHERS)
+                c for c in rows.columns if c not in (*REQUEST_FLAGS, *REQUEST_FLAGS.values(), *REQUEST_INPUTS, *OTHERS)
             ]
             close = (f"column {c}: {meant} " for c in rest if (meant := did_you_mean(c, (flag, name))))
             needed = f"columns {' and '.join(REQUEST_FLAGS.values())}, or {' and '.join(REQUEST_FLAGS)}, are needed"
@@ -397,7 +396,5 @@ def completed_requests(models: DeploymentModels, rows: pl.DataFrame) -> pl.DataF
     wrong = described.select(pl.any_horizontal(*is_nan, *callers).arg_true()).to_series()
     if wrong.len():
         row = {c: described[c][wrong[0]] for c in REQUEST_INPUTS}
-        raise UsageError(
-            f"{wrong.len():,} rows describe no request, such as {row}", where=f"row {wrong[0] + 1:,}"
-        )
+        raise UsageError(f"{wrong.len():,} rows describe no request, such as {row}", where=f"row {wrong[0] + 1:,}")
     return described

@@ -1,4 +1,5 @@
-"""Predictions of single rows by one model: a number, the interval that nine of ten held-out rows stayed in, and what lies outside the training range.
+"""Predictions of single rows by one model: a number, the interval that nine of ten held-out rows stayed in, and what
+lies outside the training range.
 
 `frames` does the same for the rows of a frame. Neither numpy nor polars is needed for a row.
 """
@@ -101,13 +102,20 @@ class Outside(NamedTuple):
         """Say it of values from `low` to `high`."""
         values = f"{low:g}" if low == high else f"{low:g} to {high:g}"
         if self.feature == PREDICTED_COLUMN:
-            return f"{self.model}: the model extrapolates to {values} us here; reported as 0, which means unknown, not no time"
-        text = f"{self.model}: {self.feature} {values} is outside {self.ends[0]:g} to {self.ends[1]:g}, the training range"
+            return (
+                f"{self.model}: the model extrapolates to {values} us here; reported as 0, which means unknown, "
+                "not no time"
+            )
+        text = (
+            f"{self.model}: {self.feature} {values} is outside {self.ends[0]:g} to {self.ends[1]:g}, the training range"
+        )
         return text if self.has_term else f"{text}; the model has no term for it"
 
 
 def outside_training(compiled: CompiledModel, found: Evaluated) -> Iterator[Outside]:
-    """Yield what lies outside the training range: features of the form that predicts, or else those without a term, and sums below 0."""
+    """Yield what lies outside the training range: features of the form that predicts, or else those without a term, and
+    sums below 0.
+    """
     name, beyond = compiled.model.name, False
     for k, (_, form) in enumerate(found.forms):
         for term in form.terms:
@@ -219,9 +227,7 @@ def group_of(compiled: CompiledModel, found: Evaluated) -> str | None:
     if name != "line":
         return name
     # A model without features of prompts was still validated on both kinds of steps.
-    prefill = known(
-        compiled.formulas.values(found.values, ["prefill_tokens"]).get("prefill_tokens", math.nan)
-    )
+    prefill = known(compiled.formulas.values(found.values, ["prefill_tokens"]).get("prefill_tokens", math.nan))
     return None if prefill is None else "mixed" if prefill > 0 else "decode_only"
 
 
@@ -239,9 +245,7 @@ def require_amount(compiled: CompiledModel, found: Evaluated, given: Mapping[str
     _, form = found.form
     without_value = [t.feature for t in form.terms if math.isnan(found.values.get(t.feature, math.nan))]
     # A row from Python may hold any value.
-    with_value = {
-        n for n, v in given.items() if v is not None and not (isinstance(v, float) and math.isnan(v))
-    }
+    with_value = {n for n, v in given.items() if v is not None and not (isinstance(v, float) and math.isnan(v))}
     if unknown := compiled.formulas.inputs(without_value, given) - with_value:
         raise compiled.lacks(unknown, with_value)
     of = f"the formula of {without_value[0]}" if without_value else "the sum"

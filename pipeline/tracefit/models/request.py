@@ -1,7 +1,8 @@
 """Compose the latencies of a request from the models of a deployment: written once, for one request and for many.
 
-Every quantity is an amount (`amounts`): a float, or an array of one per request. `RequestComposer` predicts steps and overheads and adds
-them up, and keeps what lies outside the training ranges; `OneRequest` words it, `frames` makes columns of it.
+Every quantity is an amount (`amounts`): a float, or an array of one per request. `RequestComposer` predicts steps and
+overheads and adds them up, and keeps what lies outside the training ranges; `OneRequest` words it, `frames` makes
+columns of it.
 """
 
 from __future__ import annotations
@@ -137,7 +138,8 @@ class AddedWait(NamedTuple):
         """Say it of one request."""
         return (
             f"{self.model}: nothing in it depends on the queue, training shows no wait behind one; "
-            f"{self.wait_us / 1e3:,.0f} ms are added for {self.leaving:,.0f} of the others to leave: outputs ahead * step time / slots"
+            f"{self.wait_us / 1e3:,.0f} ms are added for {self.leaving:,.0f} of the others to leave: outputs ahead * "
+            "step time / slots"
         )
 
 
@@ -209,9 +211,7 @@ class RequestComposer:
         if self._is_one:
             self.prefill_steps = max(math.ceil(left / inputs["budget"]), 1)
             if self.prefill_steps > MAX_PREFILL_STEPS_OF_ONE:
-                raise UsageError(
-                    f"the prompt takes more than {MAX_PREFILL_STEPS_OF_ONE:,} steps", where="prompt"
-                )
+                raise UsageError(f"the prompt takes more than {MAX_PREFILL_STEPS_OF_ONE:,} steps", where="prompt")
             steps = range(self.prefill_steps)
             return float(sum(self._prompt_step(float(k), inputs, self.traffic, self.features) for k in steps))
         return self._prefill_of_many(left)
@@ -401,7 +401,8 @@ def predict_request(
 
     Raises:
         DataError: The model of step times could not be fitted.
-        UsageError: The server would refuse the request, a feature is not known, or the number of running requests is not.
+        UsageError: The server would refuse the request, a feature is not known, or the number of running requests is
+            not.
     """
     around = {target.model for target in targets.around_steps()}
     read_by = [models.step_model, *(m for name, m in models.models.items() if name in around)]
@@ -473,9 +474,7 @@ def _assumed_of(
         yield f"context {inputs['context']:.0f} of the others: {whence}"
 
 
-def _overheads(
-    composer: RequestComposer, durations: Mapping[str, Amount]
-) -> dict[str, PredictedDuration | None]:
+def _overheads(composer: RequestComposer, durations: Mapping[str, Amount]) -> dict[str, PredictedDuration | None]:
     """Return the durations around the steps of one request, each with the interval of its model."""
     found: dict[str, PredictedDuration | None] = {}
     for target in targets.around_steps():

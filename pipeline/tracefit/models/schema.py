@@ -1,9 +1,9 @@
 """A model: an intercept and terms, in one of three forms, with the facts of the deployment that it holds for.
 
 One line (`LinearModel`), one line per regime (`RegimesModel`), or API work followed by the wait for a step boundary
-(`BoundaryModel`). The coefficient files have these types as they are: the order of the fields is the order of the keys, and
-`Attributes` are the descriptions in `schemas/`. A file may come from anyone, so each type checks itself (`Strict`). A field with
-a default may be absent in a file of an older version. Neither numpy nor polars is imported here.
+(`BoundaryModel`). The coefficient files have these types as they are: the order of the fields is the order of the keys,
+and `Attributes` are the descriptions in `schemas/`. A file may come from anyone, so each type checks itself (`Strict`).
+A field with a default may be absent in a file of an older version. Neither numpy nor polars is imported here.
 """
 
 from __future__ import annotations
@@ -38,9 +38,7 @@ class Strict(BaseModel):
     """A part of a published file: immutable, finite numbers, no unknown keys."""
 
     # By name too: `schema` is `schema_` here, for pydantic's models have a method of that name.
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", allow_inf_nan=False, populate_by_name=True, defer_build=True
-    )
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, populate_by_name=True, defer_build=True)
 
 
 # -- a line -----------------------------------------------------------------------------------------------
@@ -68,9 +66,7 @@ class Term(Strict):
     sign: Literal["non_negative"] | None = Field(
         default=None, description="what physics says of the value: no load can make it negative"
     )
-    training_range: Bounds | None = Field(
-        default=None, description="smallest and largest value in the training rows"
-    )
+    training_range: Bounds | None = Field(default=None, description="smallest and largest value in the training rows")
     formula: str | None = Field(
         default=None,
         max_length=MAX_FORMULA_CHARS,
@@ -78,7 +74,9 @@ class Term(Strict):
     )
     collinear_with: tuple[Identifier, ...] = Field(
         default=(),
-        description="features left out since they go with this one in the training rows: the value may be a cost of theirs",
+        description=(
+            "features left out since they go with this one in the training rows: the value may be a cost of theirs"
+        ),
     )
 
     @property
@@ -204,9 +202,7 @@ class TargetFacts(Strict):
     name: str | None = None
     unit: Literal["us"] = "us"
     definition: str
-    source: str = Field(
-        description="which evidence the target was measured from, e.g. step_clock or duration"
-    )
+    source: str = Field(description="which evidence the target was measured from, e.g. step_clock or duration")
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,16 +330,15 @@ class DeploymentFacts(Strict):
     settings: dict[str, Scalar]
     assumed: tuple[str, ...] = ()
     workload: Workload | None = None
-    input_ranges: dict[Literal["step", "request"], dict[str, tuple[float, float]]] = Field(
-        default_factory=dict
-    )
+    input_ranges: dict[Literal["step", "request"], dict[str, tuple[float, float]]] = Field(default_factory=dict)
 
 
 # -- a model ----------------------------------------------------------------------------------------------
 
 
 ModelOrigin = Literal["fitted", "transferred", "calibrated"]
-"""Where a model's numbers come from: fitted to traces of its deployment, computed by a law from those of others, or both."""
+"""Where a model's numbers come from: fitted to traces of its deployment, computed by a law from those of others, or
+both."""
 
 
 TransferKind = Literal["tensor_parallel", "model", "gpu", "model_and_gpu"]
@@ -356,7 +351,8 @@ class LawCoefficient(Strict):
     Attributes:
         feature: The term.
         unit: Unit of the coefficient: 1 for a time at rated speed, where it is one over an efficiency.
-        part: The sum that the term is in: the time is always + max(memory, compute), or, in a step with prompts, launch if that is longer.
+        part: The sum that the term is in: the time is always + max(memory, compute), or, in a step with prompts, launch
+            if that is longer.
         low: Least value allowed.
         high: Largest value allowed; null without a limit.
         prior: Value expected before any step is seen.
@@ -383,7 +379,8 @@ class CalibrationFacts(Strict):
         used: Whether the law was drawn to them: blocks of them that were left out are predicted better so.
         before: Errors of the transferred law on the steps.
         after: Errors of calibrated laws on the blocks that each was not fitted on.
-        own_mape_pct: Mean error of an own fit on the last part of the steps, which it was not fitted on; null where none was tried.
+        own_mape_pct: Mean error of an own fit on the last part of the steps, which it was not fitted on; null where
+            none was tried.
         own_after_mape_pct: Mean error of the calibrated law on the same part; null with it.
     """
 
@@ -407,7 +404,8 @@ class Transfer(Strict):
         folds: Groups of sources that were left out in turn to measure the errors.
         p90_ape_pct: Phase to the error in percent that nine of ten steps of a left-out server keep to.
         sd_pct: Standard deviation of the mean step time of such a server about the predicted one, in percent.
-        coverage_pct: Percent of the steps of the left-out servers within the interval that the others gave; null without folds.
+        coverage_pct: Percent of the steps of the left-out servers within the interval that the others gave; null
+            without folds.
         tested: Whether servers left out of the sources show the errors; if not, the interval is the widest known.
         has_prompts: Whether any source has steps with prompts: without them their coefficients are the priors.
         calibration: Steps of the server itself; null without any.
@@ -430,7 +428,10 @@ class _ModelBase(Strict):
     deployment_id: str | None = None
     origin: ModelOrigin = Field(
         default="fitted",
-        description="fitted: to traces of the deployment; transferred: computed by a law from other deployments; calibrated: both",
+        description=(
+            "fitted: to traces of the deployment; transferred: computed by a law from other deployments; "
+            "calibrated: both"
+        ),
     )
     transfer: Transfer | None = Field(
         default=None, description="where a model that is not fitted comes from, and its errors"
@@ -445,7 +446,9 @@ class _ModelBase(Strict):
     definitions: dict[Identifier, Formula] = Field(
         default_factory=dict,
         max_length=MAX_TERMS,
-        description="names in formulas that are not table columns: a number, or a formula over columns and other names here",
+        description=(
+            "names in formulas that are not table columns: a number, or a formula over columns and other names here"
+        ),
     )
     notes: tuple[str, ...] = ()
 
@@ -462,9 +465,7 @@ class RegimesModel(_ModelBase):
     """The first regime whose condition holds, then linear."""
 
     form: Literal["regimes"]
-    regimes: Annotated[
-        tuple[Regime, ...], Field(min_length=1, max_length=MAX_REGIMES), AfterValidator(_each_name_once)
-    ]
+    regimes: Annotated[tuple[Regime, ...], Field(min_length=1, max_length=MAX_REGIMES), AfterValidator(_each_name_once)]
 
 
 class Expectation(Linear):
@@ -591,7 +592,9 @@ def numbers_of(model: Model) -> dict[tuple[str, str, str], Number | Term]:
 
 
 def coefficient_rows(model: Model) -> Iterator[dict[str, object]]:
-    """Yield one row per number of a model: its linear form and condition, name, unit, value, interval and training range."""
+    """Yield one row per number of a model: its linear form and condition, name, unit, value, interval and training
+    range.
+    """
     forms = linear_forms(model)
     for (part, name, unit), number in numbers_of(model).items():
         form, term = forms[part], number if isinstance(number, Term) else None

@@ -172,7 +172,9 @@ OF_CLIENTS: tuple[Target, ...] = (
         begins="arrival_ns",
         step="queued_step",
         feature_set="network",
-        contains="the way of the request to the server and of its first token back, and what the server's TTFT does not see",
+        contains=(
+            "the way of the request to the server and of its first token back, and what the server's TTFT does not see"
+        ),
     ),
 )
 """Targets of requests whose client was recorded too; left out entirely without a client."""

@@ -1,6 +1,7 @@
 """Errors of models: on rows that the fit did not use, by group and load, beside its baseline and its reference.
 
-The coefficient files and the evaluation publish these types as they are; `Attributes` are the descriptions in `schemas/`.
+The coefficient files and the evaluation publish these types as they are; `Attributes` are the descriptions in
+`schemas/`.
 """
 
 from __future__ import annotations
@@ -171,8 +172,8 @@ class Candidate:
         name: Feature set or form.
         features: Number of its features.
         inside_mae: Error inside the training load: every fifth of many short blocks of time left out in turn.
-        beyond_mae: Error beyond it: fitted on the lower half of the load, evaluated on the upper; null where rows are too
-            few.
+        beyond_mae: Error beyond it: fitted on the lower half of the load, evaluated on the upper; null where rows are
+            too few.
         chosen: Whether it is the candidate that was fitted.
         reason: Why it was chosen or not.
         inside_pct: Typical relative error inside the training load, for step times; null for other targets.
@@ -255,8 +256,10 @@ class SpeedVariation:
     Attributes:
         stretch_s: Length of a stretch in seconds.
         stretches: Stretches with enough steps, of the training part and of the hold-out.
-        sd_pct: Standard deviation of a stretch's step times about the training part's mean, in percent, without what chance adds.
-        fastest_pct: How much longer steps took in the fastest stretch than at the mean of the training part, in percent: below 0.
+        sd_pct: Standard deviation of a stretch's step times about the training part's mean, in percent, without what
+            chance adds.
+        fastest_pct: How much longer steps took in the fastest stretch than at the mean of the training part, in
+            percent: below 0.
         slowest_pct: The same in the slowest stretch.
         holdout_pct: The same over the hold-out; null where it has no stretch.
         adjusted: Whether the model was fitted to times without these changes.
@@ -273,7 +276,8 @@ class SpeedVariation:
 
 @dataclass(frozen=True, slots=True)
 class MachineNoise:
-    """How much steps of equal batches differ although they ran near in time, as errors of a model that knows each batch's mean.
+    """How much steps of equal batches differ although they ran near in time, as errors of a model that knows each
+    batch's mean.
 
     Attributes:
         apart_s: Least and most seconds between two such steps.
@@ -310,7 +314,8 @@ class Validation:
         load_extrapolation: Errors of step times beyond the load that the form was fitted on.
         stretches: Errors of step times where every third of ten equal parts of the time is held out instead.
         speed: How the speed of the machine varied, for a model of step times; null where that is not known.
-        noise: How much steps of equal batches differ, near in time, for a model of step times; null where few are equal.
+        noise: How much steps of equal batches differ, near in time, for a model of step times; null where few are
+            equal.
         candidates: The candidates inside the training part, and the chosen one.
         classifier: How well the regime of a row is predicted, where there are regimes.
         within_5_pct: Percent of rows predicted within 5 %.
@@ -318,8 +323,8 @@ class Validation:
         extrapolated: The same by feature.
         prediction_intervals: Limits by regime.
         interval_coverage_pct: Percent of rows within their prediction interval.
-        prefill_reach_pct: For a model of step times: the most prompt tokens of a step trained on, in percent of the tokens
-            that a step may have.
+        prefill_reach_pct: For a model of step times: the most prompt tokens of a step trained on, in percent of the
+            tokens that a step may have.
         collinearity: Collinearity of the features by regime.
         learning_curve: Errors of the model trained on fewer rows.
         rows_by_source: Training rows by kind: values of `CycleSource`.
@@ -362,7 +367,9 @@ class Validation:
 
     @property
     def is_negligible(self) -> bool:
-        """Whether the model of a wait and a constant guess are both off by less than a millisecond on average: no use can tell."""
+        """Whether the model of a wait and a constant guess are both off by less than a millisecond on average: no use
+        can tell.
+        """
         errors = (self.holdout.mae, self.baseline.mae)
         return all(error is not None and error < NEGLIGIBLE_US for error in errors)
 
@@ -372,5 +379,7 @@ NEGLIGIBLE_US = 1_000.0
 
 
 def is_negligible_wait(model: str, entry: Validation) -> bool:
-    """Return whether a model is one of waits whose errors no use can tell: those of step times add up over a request."""
+    """Return whether a model is one of waits whose errors no use can tell: those of step times add up over a
+    request.
+    """
     return model.startswith("alpha.") and entry.is_negligible

@@ -142,7 +142,9 @@ class SpanBatch:
 
 
 class _Record(NamedTuple):
-    """A record with its origin: the number of its block, its offset in the decompressed file, and its shape; and the rejects of its block."""
+    """A record with its origin: the number of its block, its offset in the decompressed file, and its shape; and the
+    rejects of its block.
+    """
 
     file: int
     offset: int
@@ -232,9 +234,7 @@ def without_events(
         span_row=pl.int_range(pl.len(), dtype=pl.UInt32), dropped_attributes=pl.lit(0, pl.Int64)
     )
     files = numbered["file"]
-    return SpanBatch(
-        numbered, events, counts, _reject_frame(list(rejects)), lambda row: keys_of_file[files[row]]()
-    )
+    return SpanBatch(numbered, events, counts, _reject_frame(list(rejects)), lambda row: keys_of_file[files[row]]())
 
 
 class _BatchDecoder:
@@ -471,9 +471,7 @@ def _span_attributes(
         frames.append(frame)
         bad += unreadable
     columns = pl.concat(frames, how="diagonal").sort("row")
-    kept = _key_value_lists(
-        columns.select(sorted(wanted.kept_keys.intersection(columns.columns))), len(columns)
-    )
+    kept = _key_value_lists(columns.select(sorted(wanted.kept_keys.intersection(columns.columns))), len(columns))
     return columns.select(kept.alias("attributes"), *wanted.span_keys), bad
 
 
@@ -532,9 +530,7 @@ def _span_frame(
     )
 
 
-def _event_counts(
-    names: dict[str, int], codes: NDArray[np.int64], span_row: NDArray[np.uint32]
-) -> pl.DataFrame:
+def _event_counts(names: dict[str, int], codes: NDArray[np.int64], span_row: NDArray[np.uint32]) -> pl.DataFrame:
     pairs = pl.DataFrame({"span_row": span_row, "code": codes})
     counts = pairs.group_by("span_row", "code").len("count").sort("span_row", "code")
     name = pl.Series("name", list(names), dtype=pl.String).gather(counts["code"])
@@ -550,16 +546,12 @@ def _as_type(column: pl.Series, types: Mapping[str, pl.DataType]) -> pl.Series:
     if column.dtype == dtype:
         return column
     # A cast would turn booleans into numbers and text into booleans: no exporter means that.
-    if (column.dtype == pl.Boolean and dtype.is_numeric()) or (
-        column.dtype == pl.String and dtype == pl.Boolean
-    ):
+    if (column.dtype == pl.Boolean and dtype.is_numeric()) or (column.dtype == pl.String and dtype == pl.Boolean):
         return pl.Series([None], dtype=dtype).new_from_index(0, len(column))
     if column.dtype == pl.String and dtype.is_integer():
         # Only values that are not integers go by way of a float: beyond 2^53 floats are not exact.
         exact = column.cast(dtype, strict=False)
-        return exact.zip_with(
-            exact.is_not_null(), column.cast(pl.Float64, strict=False).cast(dtype, strict=False)
-        )
+        return exact.zip_with(exact.is_not_null(), column.cast(pl.Float64, strict=False).cast(dtype, strict=False))
     return column.cast(dtype, strict=False)
 
 

@@ -191,9 +191,7 @@ def _is_mostly_empty(payload: bytes) -> bool:
     their length in memory, so that a hostile record of them is refused.
     """
     size = len(payload)
-    return size > _LONG_BYTES and (
-        payload.count(b"{") * _SHORTEST_OBJECT > size or payload.count(b"[") * 8 > size
-    )
+    return size > _LONG_BYTES and (payload.count(b"{") * _SHORTEST_OBJECT > size or payload.count(b"[") * 8 > size)
 
 
 def scopes(payload: bytes, reject: AddReject, most_bytes: int) -> Iterator[EncodedScope]:  # noqa: ARG001 - all stay encoded
@@ -258,9 +256,7 @@ def _plain_nested(value: _Value, depth: int) -> Plain:
             return {each.key: _plain(each.value, depth + 1) for each in pairs}
         if value.bytes_value is _UNSET:
             return None
-        return b64encode(
-            _from_base64(msgspec.json.decode(value.bytes_value, type=str), "bytesValue")
-        ).decode()
+        return b64encode(_from_base64(msgspec.json.decode(value.bytes_value, type=str), "bytesValue")).decode()
     except _DECODE_ERRORS as error:
         raise FieldError("value is not valid") from error
 
@@ -287,8 +283,8 @@ def event_columns(events: list[_Event]) -> Events:
 def read_pairs(attributes: bytes | Raw) -> Pairs:
     """Return keys and values of the attributes of one event.
 
-    The attributes of many events are read by `layouts`, which accepts the same spellings: tests/otlp gives its cases to both
-    (`each_reader`).
+    The attributes of many events are read by `layouts`, which accepts the same spellings: tests/otlp gives its cases to
+    both (`each_reader`).
 
     Raises:
         FieldError: They are written in an unusual way.
@@ -387,9 +383,7 @@ def _read_envelope(raw: Raw, reject: AddReject) -> Iterator[EncodedScope]:
         yield from _each(name, _read_resource_spans, _list(_get(record, name), name), reject)
     elif record and not _RECORD_KEYS & record.keys():
         signal = next((key for key in _SIGNAL_KEYS if _get(record, key) is not None), None)
-        raise FieldError(
-            f"it holds OTLP {_SIGNAL_KEYS[signal]}, not traces" if signal else "it has no resourceSpans"
-        )
+        raise FieldError(f"it holds OTLP {_SIGNAL_KEYS[signal]}, not traces" if signal else "it has no resourceSpans")
 
 
 def _read_resource_spans(raw: Raw, reject: AddReject) -> Iterator[EncodedScope]:
@@ -397,8 +391,7 @@ def _read_resource_spans(raw: Raw, reject: AddReject) -> Iterator[EncodedScope]:
     resource = _usual_of(_get(item, "resource"), _Resource, "resource")
     # Only texts are read: other values of a resource do not reject its spans.
     texts = [
-        (_text(each, "key"), _text(each.get("value", {}), "stringValue"))
-        for each in resource.get("attributes", ())
+        (_text(each, "key"), _text(each.get("value", {}), "stringValue")) for each in resource.get("attributes", ())
     ]
 
     def read_scope_spans(raw: Raw, _: AddReject) -> Iterator[EncodedScope]:

@@ -6,9 +6,9 @@ after it. The layout is compared with all other events at once, and the values o
 the next attribute follows. An event without the attribute keeps its position until its next attribute comes up. Events
 that match no layout are left to be parsed one by one.
 
-So there are two readers of attributes in JSON_SYNTAX: this one for many events, and `json_records.read_pairs` for a few and for what no layout matches.
-That one takes five times as long, and an ingest with it only a third longer than with both. Both accept the same spellings as the same values:
-tests/otlp gives its cases to both (`each_reader`).
+So there are two readers of attributes in JSON_SYNTAX: this one for many events, and `json_records.read_pairs` for a few
+and for what no layout matches. That one takes five times as long, and an ingest with it only a third longer than with
+both. Both accept the same spellings as the same values: tests/otlp gives its cases to both (`each_reader`).
 """
 
 from __future__ import annotations
@@ -88,7 +88,9 @@ class Attribute:
 
 
 class Syntax(NamedTuple):
-    """The syntax of a list of attributes: between brackets and commas (JSON_SYNTAX), or simply end to end (protobuf)."""
+    """The syntax of a list of attributes: between brackets and commas (JSON_SYNTAX), or simply end to end
+    (protobuf).
+    """
 
     attribute_at: Callable[[bytes, int, int], Attribute | None]
     """Takes a text, the position of an attribute and the end; returns the layout, or None if it is unusual."""
@@ -154,16 +156,12 @@ class _LayoutReader:
         self._open()
         failures = rounds = advanced = 0
         # If each attribute advances only a few events, parsing those one by one is faster.
-        while (
-            len(self._rows) and failures < _MAX_FAILURES and advanced >= (rounds - _FREE_ROUNDS) * FEW_EVENTS
-        ):
+        while len(self._rows) and failures < _MAX_FAILURES and advanced >= (rounds - _FREE_ROUNDS) * FEW_EVENTS:
             attribute = self._syntax.attribute_at(
                 self._texts.data, int(self._at[0]), int(self._texts.ends[self._rows[0]])
             )
             # Bytes are skipped, but never become a column: base64 can be written in several ways.
-            is_usual = attribute is not None and not (
-                attribute.kind == "bytes" and attribute.key in self._wanted
-            )
+            is_usual = attribute is not None and not (attribute.kind == "bytes" and attribute.key in self._wanted)
             first = int(self._rows[0])
             moved = self._advance(attribute) if attribute is not None and is_usual else np.zeros(0, np.int64)
             # The first event does not match its layout: it is left to the parser, and the next one shows its layout.
@@ -282,7 +280,10 @@ _VALUE_PATTERN = (
     r'"value" : \{{ "(?P<kind{n}>int|double|bool|string|bytes)Value" : '
     r'(?:"(?P<quoted{n}>(?:[^"\\]|\\.)*+)"|(?P<bare{n}>[^"{{}}\[\],:\s]+)) \}}'
 )
-_EITHER_ORDER = rf" \{{ (?:{_KEY_PATTERN.format(n=1)} , {_VALUE_PATTERN.format(n=1)}|{_VALUE_PATTERN.format(n=2)} , {_KEY_PATTERN.format(n=2)}) \}} "
+_EITHER_ORDER = (
+    rf" \{{ (?:{_KEY_PATTERN.format(n=1)} , {_VALUE_PATTERN.format(n=1)}|{_VALUE_PATTERN.format(n=2)} , "
+    rf"{_KEY_PATTERN.format(n=2)}) \}} "
+)
 _JSON_ATTRIBUTE = re.compile(_EITHER_ORDER.replace(" ", r"\s*").encode())
 """Spaces in the patterns above stand for any white space."""
 
@@ -403,9 +404,7 @@ def _protobuf_attribute(text: bytes, start: int, stop: int) -> Attribute | None:
     # Sizes of the attribute and of its value differ from event to event; `_checked` compares them with the values.
     size_fields = (1, widths[0]), (len(before) - 1 - widths[2], widths[2])
     any_byte = tuple(offset + n for offset, width in size_fields for n in range(width))
-    return Attribute(
-        key, kind, before, _checked(read, len(before), *size_fields), None, b"", any_byte, is_text=is_text
-    )
+    return Attribute(key, kind, before, _checked(read, len(before), *size_fields), None, b"", any_byte, is_text=is_text)
 
 
 def _checked(read: _Read, literal_size: int, *sizes: tuple[int, int]) -> _Read:

@@ -48,9 +48,7 @@ class FieldError(TracefitError):
 class AddReject(Protocol):
     """Rejects a byte range of a record."""
 
-    def __call__(
-        self, reason: str, start: int = 0, end: int | None = None, shown: bytes | None = None
-    ) -> None:
+    def __call__(self, reason: str, start: int = 0, end: int | None = None, shown: bytes | None = None) -> None:
         """Reject the bytes from `start` to `end`; the excerpt shows `shown`, or all of them.
 
         Raises:

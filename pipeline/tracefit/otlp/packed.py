@@ -168,9 +168,7 @@ class PackedTexts:
             # At most two more bytes fit into 64 bits: 7 bits of the ninth, 1 bit of the tenth.
             first, second = (self.array[positions[longer] + WORD + n].astype(np.uint64) for n in (0, 1))
             two = first >= np.uint64(0x80)
-            high = (first & np.uint64(0x7F)) | np.where(
-                two, (second & _ONE_BYTE) << np.uint64(7), np.uint64(0)
-            )
+            high = (first & np.uint64(0x7F)) | np.where(two, (second & _ONE_BYTE) << np.uint64(7), np.uint64(0))
             numbers[longer] |= high << np.uint64(7 * WORD)
             # A tenth byte above 1 would be a 65th bit, or an eleventh byte: no valid number.
             sizes[longer] = np.where(two, np.where(second < np.uint64(2), 10, 0), 9)
@@ -181,9 +179,7 @@ class PackedTexts:
         cut = self._cut(positions, sizes)
         offsets = np.zeros(len(sizes) + 1, np.int64)
         np.cumsum(sizes, out=offsets[1:])
-        array = pa.Array.from_buffers(
-            pa.large_string(), len(sizes), [None, pa.py_buffer(offsets), pa.py_buffer(cut)]
-        )
+        array = pa.Array.from_buffers(pa.large_string(), len(sizes), [None, pa.py_buffer(offsets), pa.py_buffer(cut)])
         if (cut >= 0x80).any():  # pure ASCII, the usual case, is UTF-8 without a check
             try:
                 array.validate(full=True)
@@ -216,10 +212,6 @@ def _septets(word: Words) -> Words:
     """Join the lower 7 bits of each of eight bytes, as protobuf stores a number, to one of 56 bits."""
     # Every other group moves down over the gap below it: 7-bit groups by 1 bit, 14-bit groups by 2, 28-bit ones by 4.
     pairs = (word & np.uint64(0x007F007F007F007F)) | ((word & np.uint64(0x7F007F007F007F00)) >> _ONE_BYTE)
-    fours = (pairs & np.uint64(0x00003FFF00003FFF)) | (
-        (pairs & np.uint64(0x3FFF00003FFF0000)) >> np.uint64(2)
-    )
-    joined: Words = (fours & np.uint64(0x0FFFFFFF)) | (
-        (fours & np.uint64(0x0FFFFFFF00000000)) >> np.uint64(4)
-    )
+    fours = (pairs & np.uint64(0x00003FFF00003FFF)) | ((pairs & np.uint64(0x3FFF00003FFF0000)) >> np.uint64(2))
+    joined: Words = (fours & np.uint64(0x0FFFFFFF)) | ((fours & np.uint64(0x0FFFFFFF00000000)) >> np.uint64(4))
     return joined

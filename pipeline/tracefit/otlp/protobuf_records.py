@@ -241,8 +241,7 @@ def event_columns(events: list[bytes]) -> Events:
     unix_ns = texts.words[starts + 1].view(np.int64)  # a copy
     usual &= unix_ns >= 0
     names = [
-        texts.data[start:stop]
-        for start, stop in zip((starts + _NAME_AT).tolist(), attributes_at.tolist(), strict=True)
+        texts.data[start:stop] for start, stop in zip((starts + _NAME_AT).tolist(), attributes_at.tolist(), strict=True)
     ]
     text_of = {name: _text_of(name) for name in set(names)}  # few names: each is decoded once
     if None in text_of.values():

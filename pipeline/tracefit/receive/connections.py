@@ -57,9 +57,7 @@ def close_silent(port: int, limits: IntakeLimits) -> int:
     of_address: Counter[str] = Counter()
     for each in sorted(connections_of(port)):
         of_address[each.host] += 1
-        is_beyond = (
-            of_address[each.host] > limits.connections_of_address or len(open_ones) >= limits.connections
-        )
+        is_beyond = of_address[each.host] > limits.connections_of_address or len(open_ones) >= limits.connections
         (closing if is_beyond else open_ones).append(each)
     for each in closing:
         with contextlib.suppress(OSError), _duplicate(each.descriptor) as connection:
@@ -81,7 +79,8 @@ def connections_of(port: int) -> Iterator[Connection]:
     """Yield the connections to a port."""
     for entry in _FOLDER.iterdir():
         descriptor = int(entry.name)
-        # A descriptor may be closed meanwhile or be a file; a listening socket has no peer; names of Unix sockets have no parts.
+        # A descriptor may be closed meanwhile or be a file; a listening socket has no peer; names of Unix sockets have
+        # no parts.
         with contextlib.suppress(OSError, ValueError), _duplicate(descriptor) as connection:
             _, own_port, *_ = connection.getsockname()
             host, peer_port, *_ = connection.getpeername()

@@ -43,9 +43,7 @@ _QUEUED_LINES = 16_384
 """Lines that may wait for the disk: above this, no message is read."""
 _WRITE_S = 1.0
 _RECONNECT_S = 0.1
-_CUT_EVENTS = (
-    zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-)
+_CUT_EVENTS = zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 _MOST_LOST = 1 << 32
 """Largest jump of a sequence that counts as lost messages; a larger one is another sequence."""
 
@@ -137,9 +135,7 @@ class StepRecorder:
             # ZMQ itself does not connect again after a connection that broke its rules.
             await asyncio.sleep(_RECONNECT_S)
 
-    async def _read_connection(
-        self, publisher: Publisher, socket: zmq.asyncio.Socket, cut: zmq.asyncio.Socket
-    ) -> None:
+    async def _read_connection(self, publisher: Publisher, socket: zmq.asyncio.Socket, cut: zmq.asyncio.Socket) -> None:
         """Read until the connection has ended and all its messages are taken."""
         poller = zmq.asyncio.Poller()
         poller.register(socket, zmq.POLLIN)

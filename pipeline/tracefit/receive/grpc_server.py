@@ -126,9 +126,7 @@ class _Handlers(grpc.GenericRpcHandler):
             # Read from the context: an iterator would keep the message until the disk has it.
             await self._intake.take(lambda: _message(context))
         except BusyError as error:
-            await self._refuse(
-                context, error.cause, grpc.StatusCode.UNAVAILABLE, error.line(), _retry_after(error)
-            )
+            await self._refuse(context, error.cause, grpc.StatusCode.UNAVAILABLE, error.line(), _retry_after(error))
         except RequestError as error:
             await self._refuse(context, error.cause, grpc.StatusCode.INVALID_ARGUMENT, error.line())
         return _ACKNOWLEDGED

@@ -32,9 +32,7 @@ if TYPE_CHECKING:
 _ENCODINGS: dict[str, BodyEncoding] = {"application/x-protobuf": "protobuf", "application/json": "json"}
 _SIGNAL_PATHS = ("/v1/logs", "/v1/metrics")
 # Written as it is: a connection beyond the limit gets no object that could answer.
-_TOO_MANY = (
-    b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
-)
+_TOO_MANY = b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 _READ_BYTES = 64 << 10
 # HTTP status to google.rpc.Code, which OTLP puts in the body of a refusal.
 _GRPC_CODES = {400: 3, 401: 16, 404: 12, 405: 12, 413: 3, 415: 3, 503: 14}
@@ -75,9 +73,7 @@ class HttpServer:
             if options.tls_cert:
                 self._tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
                 self._tls.load_cert_chain(options.tls_cert, options.tls_key)
-            self._server = await asyncio.start_server(
-                self._serve, options.host, options.http_port, limit=_READ_BYTES
-            )
+            self._server = await asyncio.start_server(self._serve, options.host, options.http_port, limit=_READ_BYTES)
         except ssl.SSLError as error:
             raise UsageError("not a certificate and its key", where=str(options.tls_cert)) from error
         except OSError as error:
@@ -103,9 +99,7 @@ class HttpServer:
         task = asyncio.current_task()
         limits = self._intake.limits
         if task is None or len(self._connections) >= limits.accepted:
-            self._intake.observed.refusals.add(
-                "connections", f"more than {limits.accepted:,} connections", "HTTP"
-            )
+            self._intake.observed.refusals.add("connections", f"more than {limits.accepted:,} connections", "HTTP")
             writer.write(_TOO_MANY if self._tls is None else b"")
             writer.close()
             return
@@ -206,9 +200,7 @@ class _Connection:
         if not self._token.accepts(headers.get("authorization", b"")):
             raise _RefusalError(401, TOKEN_NEEDED, (("www-authenticate", "Bearer"),))
 
-    async def _take(
-        self, request: h11.Request, headers: dict[str, bytes], encoding: BodyEncoding | None
-    ) -> None:
+    async def _take(self, request: h11.Request, headers: dict[str, bytes], encoding: BodyEncoding | None) -> None:
         # h11 limits the headers it waits for, but not those that came at once.
         if sum(len(name) + len(value) for name, value in headers.items()) > self._intake.limits.header_bytes:
             raise _RefusalError(431, "headers too long")
@@ -285,9 +277,7 @@ class _Connection:
         kind = "application/json" if as_json else "application/x-protobuf"
         await self._answer(refusal.code if refusal else 200, kind, body, refusal.headers if refusal else ())
 
-    async def _answer(
-        self, code: int, kind: str, body: bytes, more: tuple[tuple[str, str], ...] = ()
-    ) -> None:
+    async def _answer(self, code: int, kind: str, body: bytes, more: tuple[tuple[str, str], ...] = ()) -> None:
         headers = [("content-type", kind), ("content-length", str(len(body))), *more]
         # If a body is not read to its end, the start of the next request is unknown.
         if self._is_closing or self._http.their_state is h11.SEND_BODY:

@@ -270,8 +270,8 @@ class Observed:
             # The next power of two: the largest span so far need not be the largest to come.
             needed = 1 << max(self.largest_span - 1, _DEFAULT_SPAN_EVENTS).bit_length()
             text = (
-                f"the server's SDK has dropped {self.dropped_events:,} events: a step span has up to {self.largest_span:,} "
-                f"of them; start the server with OTEL_SPAN_EVENT_COUNT_LIMIT={needed}"
+                f"the server's SDK has dropped {self.dropped_events:,} events: a step span has up to "
+                f"{self.largest_span:,} of them; start the server with OTEL_SPAN_EVENT_COUNT_LIMIT={needed}"
             )
             yield "dropped", text
         # An unmodified vLLM traces no step and has no flag for it.

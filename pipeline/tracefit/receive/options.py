@@ -50,14 +50,15 @@ class IntakeLimits:
         queued_requests: Requests that wait, unread, for one of these readers; the next one is refused.
         queue_s: How long a request waits, at most.
         read_s: How long a sender may take to deliver a request.
-        pending_bytes: Bytes that wait for the disk, and bytes of long requests that wait for their turn. Above this limit,
-            requests are refused before they are read; above a quarter of it, long ones are refused before they are decoded.
+        pending_bytes: Bytes that wait for the disk, and bytes of long requests that wait for their turn. Above this
+            limit, requests are refused before they are read; above a quarter of it, long ones are refused before they
+            are decoded.
         connections: Connections of a port; beyond it, the connections that have been silent longest are closed.
         connections_of_address: The same for connections from one address.
         accepted: Connections of a port at any moment; more are refused at once.
         idle_s: How long a connection is kept without a request.
-        senders: Senders, each a pair of service and instance, that may be active at once; the requests of another one are
-            refused until one of them is silent.
+        senders: Senders, each a pair of service and instance, that may be active at once; the requests of another one
+            are refused until one of them is silent.
         sender_idle_s: Silence after which a sender is not active.
         drain_s: How long requests in progress may take to end when the receiver stops.
     """
@@ -76,13 +77,13 @@ class IntakeLimits:
     accepted: int = 1536
     idle_s: float = 75.0  # longer than the SDK's five seconds between exports: a sender keeps its connection
     senders: int = 4096  # two thousand servers of two processes each; each may fill the disk with a folder
-    sender_idle_s: float = (
-        600.0  # a server that is restarted under a new name stays active so long under the old one
-    )
+    sender_idle_s: float = 600.0  # a server that is restarted under a new name stays active so long under the old one
     drain_s: float = 5.0  # less than the ten seconds of `docker stop`
 
     def within(self, descriptors: int) -> IntakeLimits:
-        """Return limits of connections for which a process with so many descriptors has enough, in the same proportion."""
+        """Return limits of connections for which a process with so many descriptors has enough, in the same
+        proportion.
+        """
         accepted = min(self.accepted, max((descriptors - _OTHER_DESCRIPTORS) // 2, 1))
         part = accepted / self.accepted
         return replace(
@@ -176,13 +177,9 @@ class ReceiveOptions:
     insecure: bool = option(default=False)
     token_file: Path | None = option(None)
     forward_pass_metrics: tuple[str, ...] = option((), metavar="tcp://HOST:PORT")
-    rotation: Rotation = option(
-        Rotation(), flag="--rotate", metavar="SIZE,TIME", kind=str, read=parse_rotation
-    )
+    rotation: Rotation = option(Rotation(), flag="--rotate", metavar="SIZE,TIME", kind=str, read=parse_rotation)
     metrics: bool = option(default=False)
-    stop_after_s: float | None = option(
-        None, flag="--stop-after", metavar="TIME", kind=str | None, read=parse_duration
-    )
+    stop_after_s: float | None = option(None, flag="--stop-after", metavar="TIME", kind=str | None, read=parse_duration)
     all_spans: bool = option(default=False)
     keep_attributes: tuple[str, ...] = option((), metavar="KEY,...", read=keys_of)
     limits: IntakeLimits = field(default_factory=IntakeLimits)
@@ -197,7 +194,10 @@ class ReceiveOptions:
             raise UsageError(f"{_tls()} go together", hint="give both, or neither")
         if not (self.tls_cert or self.insecure or _is_loopback(self.host)):
             raise UsageError(
-                f"{named(ReceiveOptions, 'host')} {self.host}: other machines could send and read along without encryption",
+                (
+                    f"{named(ReceiveOptions, 'host')} {self.host}: other machines could send and read along without "
+                    "encryption"
+                ),
                 hint=f"give {_tls()}, or say {named(ReceiveOptions, 'insecure')}",
             )
         for endpoint in self.forward_pass_metrics:

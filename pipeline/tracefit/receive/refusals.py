@@ -53,9 +53,7 @@ class Refusals:
         """Return a line for each cause that has begun or ended since the last call."""
         for cause in [cause for cause in self._last if not self.is_lasting(cause)]:
             count = self.counts[cause] - self._counts_before[cause]
-            self._news.append(
-                f"no request is refused any more ({cause}): {count:,} were, none for {QUIET_S:g} s"
-            )
+            self._news.append(f"no request is refused any more ({cause}): {count:,} were, none for {QUIET_S:g} s")
             del self._last[cause]
         news, self._news = self._news, []
         return news

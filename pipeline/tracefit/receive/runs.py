@@ -53,7 +53,8 @@ class RunFolders:
     Args:
         root: The folder that they are in.
         configs: The configuration files of each run, by name.
-        difference: Returns how the configuration in a run folder differs from these files; an empty text if it does not.
+        difference: Returns how the configuration in a run folder differs from these files; an empty text if it does
+            not.
     """
 
     def __init__(
@@ -68,7 +69,9 @@ class RunFolders:
         self._chosen: OrderedDict[str, Path] = OrderedDict()
 
     def make(self, service: str, instance: str) -> Path:
-        """Return the folder for the files of an instance; make it, and the configuration of its run, if they are missing."""
+        """Return the folder for the files of an instance; make it, and the configuration of its run, if they are
+        missing.
+        """
         run = self._run_of(service)
         folder = run / folder_name(instance) if instance else run
         _make_folder(folder, self._root)

@@ -174,9 +174,7 @@ class PrivacyFilter:
                 if work.add(_RESOURCE_ELEMENTS):
                     yield
                 if number == _RESOURCE_SPANS_FIELD:
-                    sender, payload, spans = yield from self._resource_spans(
-                        body, start, stop, observed, work
-                    )
+                    sender, payload, spans = yield from self._resource_spans(body, start, stop, observed, work)
                     payloads.setdefault(sender, []).append(payload)
                     counts[sender] += spans
         except (DecodeError, ValueError):
@@ -407,9 +405,7 @@ def protobuf_of_json(body: bytes) -> InSlices[bytes]:
             for scope in resource.camel or resource.scope_spans or ():
                 if work.add(_SCOPE_ELEMENTS):
                     yield
-                scope_spans = _EncodedSpans(
-                    scope=_of_json(scope.scope, InstrumentationScope()).SerializeToString()
-                )
+                scope_spans = _EncodedSpans(scope=_of_json(scope.scope, InstrumentationScope()).SerializeToString())
                 for text in scope.spans or ():
                     span = yield from _span_of_json(text, work)
                     scope_spans.spans.append(span.SerializeToString())

@@ -205,9 +205,7 @@ class TraceStore:
         if len(self._open) >= _OPEN_FILES:
             os.close(self._open.popitem(last=False)[1])
         if file is None or descriptor is None:
-            file, descriptor = self._new_file(
-                self._runs.make(sender.service, sender.instance), sender.form, now
-            )
+            file, descriptor = self._new_file(self._runs.make(sender.service, sender.instance), sender.form, now)
         self._known[sender], self._open[sender] = file, descriptor
         if len(self._known) > _KNOWN_FILES:
             self._known.popitem(last=False)

@@ -1,13 +1,13 @@
 """ForwardPassMetrics: one record for each engine step, by workers of Dynamo (vLLM, TensorRT-LLM) and by SGLang.
 
-Files are Dynamo's JSON lines (`{"received_at_ns": …, "metrics": {…}}`), those of its `--fpm-trace` (`{"timestamp": …, "event":
-{"schema": "dynamo.fpm.trace.v1", "fpm": {…}}}`), AIConfigurator's `fpm_metrics_detail.csv`, or msgpack
+Files are Dynamo's JSON lines (`{"received_at_ns": …, "metrics": {…}}`), those of its `--fpm-trace` (`{"timestamp": …,
+"event": {"schema": "dynamo.fpm.trace.v1", "fpm": {…}}}`), AIConfigurator's `fpm_metrics_detail.csv`, or msgpack
 messages one after another, as maps or arrays. Fields are those of version 1 in `dynamo/common/forward_pass_metrics.py`
 (ai-dynamo 1.6.1), which `sglang/srt/observability/forward_pass_metrics.py` (sglang 0.5.23) repeats.
 
-`wall_time` is in Dynamo the time from one step's output to the next one's, after idling from `schedule()` to the output; in
-SGLang it is GPU time, as where the native recorder that vLLM was offered says so in `timing_scope`. A heartbeat has none: the engine is
-idle.
+`wall_time` is in Dynamo the time from one step's output to the next one's, after idling from `schedule()` to the
+output; in SGLang it is GPU time, as where the native recorder that vLLM was offered says so in `timing_scope`. A
+heartbeat has none: the engine is idle.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ STEPS_OF_SGLANG = declare(
         target_source="forward_pass_metrics",
         notes=(_NO_TOKENS,),
         is_by_rank=True,
-        caution="with overlap scheduling, SGLang's ForwardPassMetrics merge forwards of the GPU, and some batches are missing: record with "
-        "--disable-overlap-schedule",
+        caution="with overlap scheduling, SGLang's ForwardPassMetrics merge forwards of the GPU, and some batches "
+        "are missing: record with --disable-overlap-schedule",
     )
 )
 
@@ -65,7 +65,10 @@ FPM_STEPS = declare(
     CycleSource(
         name="fpm",
         recorder=_FPM_TITLE,
-        interval="wall_time of ForwardPassMetrics: output of a step to output of the next, after idling from schedule() to output",
+        interval=(
+            "wall_time of ForwardPassMetrics: output of a step to output of the next, after idling from "
+            "schedule() to output"
+        ),
         error="the record has fractions of a microsecond",
         target_source="forward_pass_metrics",
         notes=(_NO_TOKENS,),
@@ -326,7 +329,8 @@ def _unix_ns(time: float | str | None) -> int | None:
 
 
 def as_line(message: bytes, received_at_ns: int) -> tuple[bytes, float] | Literal["malformed", "version"]:
-    """Return a published message as the line that Dynamo's recorder writes of it, and its `wall_time`; or why it is not read.
+    """Return a published message as the line that Dynamo's recorder writes of it, and its `wall_time`; or why it is not
+    read.
 
     Args:
         message: One msgpack message, a map or an array.
@@ -342,7 +346,9 @@ def as_line(message: bytes, received_at_ns: int) -> tuple[bytes, float] | Litera
 
 
 def _of_msgpack(payload: bytes, rejects: Rejects) -> Iterator[_Record]:
-    """Yield the messages that can be read. A length of four bytes may be before each: it ends the bytes of the one before."""
+    """Yield the messages that can be read. A length of four bytes may be before each: it ends the bytes of the one
+    before.
+    """
     # Without names a beginning is three bytes, which numbers have by chance: then several pieces are one message.
     starts = _MAP_START if _MAP_START.search(payload) else _RECORD_MAP_START
     begins = [*(match.start() for match in starts.finditer(payload)), len(payload)]
@@ -372,7 +378,9 @@ def _of_msgpack(payload: bytes, rejects: Rejects) -> Iterator[_Record]:
 
 
 def _message(content: bytes) -> tuple[int, Any]:
-    """Return the length of the message that some bytes begin with, 0 if it does not end, and its record if it can be read."""
+    """Return the length of the message that some bytes begin with, 0 if it does not end, and its record if it can be
+    read.
+    """
     decode_record = _decoder_of(content)
     for measure in (len, message_bytes):
         size = measure(content)
@@ -424,9 +432,7 @@ def _of_lines(columns: list[str], lines: list[tuple[int, bytes]], rejects: Rejec
         rejects.add(offset, line, f"{_NO_RECORD} ({fault})")
     offsets = pl.Series([offset for offset, _ in lines], dtype=pl.Int64)
     return (
-        numbers.with_columns(
-            pl.col("wall_time_s") / 1e3, source_offset=offsets, cycle_source=pl.lit(None, pl.String)
-        )
+        numbers.with_columns(pl.col("wall_time_s") / 1e3, source_offset=offsets, cycle_source=pl.lit(None, pl.String))
         .filter(pl.col("fault").is_null())
         .select(list(_FPM_TYPES))
     )
@@ -440,9 +446,7 @@ def _as_steps(records: pl.DataFrame, offset: int) -> pl.DataFrame:
 
     Each decode request is taken to compute one token: the record has no count of them.
     """
-    worker = (
-        pl.when(pl.col("worker_id").str.len_chars() > 0).then("worker_id").otherwise(pl.lit(UNKNOWN_SERVER))
-    )
+    worker = pl.when(pl.col("worker_id").str.len_chars() > 0).then("worker_id").otherwise(pl.lit(UNKNOWN_SERVER))
     requests = pl.col("num_prefill_reqs") + pl.col("num_decode_reqs")
     return records.with_columns(
         pl.col("source_offset") + offset,

@@ -1,13 +1,15 @@
 """vLLM's log with a line for each engine step, as `--enable-logging-iteration-details` makes it write.
 
-`Engine 000: Iteration(204): 0 context requests, 0 context tokens, 4 generation requests, 4 generation tokens, iteration elapsed
-time: 11.91 ms, GPU KV cache usage: 0.5%`: up to 0.28 the engine process prints it, without the engine and the usage. A line ends
-its step. `(dummy)` marks a step without a batch, which data parallelism makes; counts of encoders may follow.
+`Engine 000: Iteration(204): 0 context requests, 0 context tokens, 4 generation requests, 4 generation tokens, iteration
+elapsed time: 11.91 ms, GPU KV cache usage: 0.5%`: up to 0.28 the engine process prints it, without the engine and the
+usage. A line ends its step. `(dummy)` marks a step without a batch, which data parallelism makes; counts of encoders
+may follow.
 
-The text around the line depends on the logging configuration, container runtimes and terminals: anything that looks like a
-time is its time, the finest first. Lines without an iteration are other output.
+The text around the line depends on the logging configuration, container runtimes and terminals: anything that looks
+like a time is its time, the finest first. Lines without an iteration are other output.
 
-A log may be of several servers: then each line begins with, or states, its container, pod or host, which names the server.
+A log may be of several servers: then each line begins with, or states, its container, pod or host, which names the
+server.
 """
 
 from __future__ import annotations
@@ -55,7 +57,10 @@ LOG_STEPS = declare(
     CycleSource(
         name="log",
         recorder=_LOG_TITLE,
-        interval="a line of the server's log to the next one, which ends the step; of whole seconds its wait and the engine's usual work",
+        interval=(
+            "a line of the server's log to the next one, which ends the step; of whole seconds its wait and "
+            "the engine's usual work"
+        ),
         error="0.1 ms at each end, and the resolution of the log's clock; of whole seconds that of the usual work",
         evidence="steps from a line of the log to the next",
         time="stamped",
@@ -91,7 +96,9 @@ _LINE_DATE = (
     r"(?P<time>[0-2][0-9]:[0-5][0-9]:[0-5][0-9])"
 )
 _MONTHS = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec")
-_SYSLOG_DATE = rf"(?:^|[^A-Za-z])(?P<month>{'|'.join(_MONTHS)}) (?P<day>[ 0-3][0-9]) (?P<time>[0-2][0-9]:[0-5][0-9]:[0-5][0-9])"
+_SYSLOG_DATE = (
+    rf"(?:^|[^A-Za-z])(?P<month>{'|'.join(_MONTHS)}) (?P<day>[ 0-3][0-9]) (?P<time>[0-2][0-9]:[0-5][0-9]:[0-5][0-9])"
+)
 _ZONE = r"(?: ?(?P<hours>[+-][0-9]{2}):?(?P<minutes>[0-9]{2}))?"
 _FRACTION = r"[.,](?P<fraction>[0-9]{1,9})"
 _UNIX = r"(?:^|[^0-9.])(?P<seconds>1[0-9]{9})"
@@ -141,9 +148,7 @@ def decode(block: Block, payload: bytes, rejects: Rejects) -> RecordedBlock:
     """
     lines = _marked(payload)
     fields = (
-        pl.col("text")
-        .str.extract_groups(_ITERATION_LINE)
-        .struct.rename_fields(["engine", "step_id", *_LINE_FIELDS])
+        pl.col("text").str.extract_groups(_ITERATION_LINE).struct.rename_fields(["engine", "step_id", *_LINE_FIELDS])
     )
     parsed = lines.with_columns(fields.alias("fields")).unnest("fields")
     is_bad = pl.col("step_id").is_null()
@@ -156,7 +161,9 @@ def decode(block: Block, payload: bytes, rejects: Rejects) -> RecordedBlock:
 
 
 def _marked(payload: bytes) -> pl.DataFrame:
-    """Return the lines with an iteration: source_offset, length, text (null if too long); of glued lines one row for each iteration."""
+    """Return the lines with an iteration: source_offset, length, text (null if too long); of glued lines one row for
+    each iteration.
+    """
     import pyarrow.compute as pc  # noqa: PLC0415 - takes long to import, and few files are logs
 
     ends = np.flatnonzero(np.frombuffer(payload, np.uint8) == ord("\n")) + 1
@@ -170,10 +177,7 @@ def _marked(payload: bytes) -> pl.DataFrame:
     single, long = np.flatnonzero((marks == 1) & ~is_long), np.flatnonzero((marks > 0) & is_long)
     parts = [pl.DataFrame({"source_offset": begins[single], "length": sizes[single], "text": _text(once)})]
     for at in np.flatnonzero((marks > 1) & ~is_long):
-        pieces = [
-            (begins[at] + skipped, len(piece), _readable(piece))
-            for skipped, piece in _pieces(lines[at].as_py())
-        ]
+        pieces = [(begins[at] + skipped, len(piece), _readable(piece)) for skipped, piece in _pieces(lines[at].as_py())]
         parts.append(pl.DataFrame(pieces, parts[0].schema, orient="row"))
     matching = pl.concat(parts).filter(pl.col("text").str.contains(_IN_LINE))
     too_long = pl.DataFrame({"source_offset": begins[long], "length": sizes[long]})
@@ -181,7 +185,9 @@ def _marked(payload: bytes) -> pl.DataFrame:
 
 
 def _pieces(line: bytes) -> Iterator[tuple[int, bytes]]:
-    """Yield each iteration of glued lines with its offset: from the mark of the one before it to that of the one after it."""
+    """Yield each iteration of glued lines with its offset: from the mark of the one before it to that of the one after
+    it.
+    """
     marks = [match.start() for match in re.finditer(re.escape(_MARK), line)]
     for before, after in zip([0, *(at + len(_MARK) for at in marks)], [*marks[1:], len(line)], strict=False):
         yield before, line[before:after]
@@ -229,9 +235,7 @@ def _instance(text: pl.Series) -> pl.Series:
         return instances
     text = text[others]
     heads = text.str.splitn(_MARK.decode(), 2).struct.field("field_0").str.replace_all(_COLOUR, "")
-    prefixes = [
-        pl.col("head").str.extract_groups(pattern).struct.unnest() for pattern in _LINE_PREFIXES.values()
-    ]
+    prefixes = [pl.col("head").str.extract_groups(pattern).struct.unnest() for pattern in _LINE_PREFIXES.values()]
     pod, container, host = (pl.col("text").str.extract(pattern) for pattern in _STATED_PODS)
     parts: list[pl.Expr | list[pl.Expr]] = [*prefixes, [pod, container]]
     names = [pl.concat_str(part, separator="/", ignore_nulls=True).replace("", None) for part in parts]

@@ -167,9 +167,7 @@ def kv_tables(
     count = int(bad["count"].sum())
     return {
         "kv_events": events,
-        "requests": schema.REQUESTS.conform(
-            with_kv_requests(requests, events, journeys, block_size=block_size)
-        ),
+        "requests": schema.REQUESTS.conform(with_kv_requests(requests, events, journeys, block_size=block_size)),
         "runs": with_kv_counts(tables["runs"], events, requests, duplicates=duplicates, rejects=count),
         "rejects": schema.REJECTS.conform(pl.concat(map(schema.REJECTS.shape, rejects))),
     }
@@ -296,8 +294,7 @@ def with_kv_cache(
         .agg(
             kv_blocks_stored=_blocks("BlockStored", _IN_GPU_CACHE).sum(),
             kv_blocks_evicted=_blocks("BlockRemoved", _IN_GPU_CACHE).sum(),
-            kv_blocks_transferred=_blocks("TransferInitiated").sum()
-            + _blocks("RemoteTransferInitiated").sum(),
+            kv_blocks_transferred=_blocks("TransferInitiated").sum() + _blocks("RemoteTransferInitiated").sum(),
             kv_blocks_offloaded=_blocks("CacheStoreCommitted").sum(),
             kv_blocks_loaded=_blocks("CacheLoadCommitted").sum(),
             kv_offload_evicted=_blocks("CacheEviction").sum(),
@@ -337,9 +334,7 @@ def _block_sizes(events: pl.DataFrame) -> pl.DataFrame:
 def _in_flight(timeline: pl.DataFrame, events: pl.DataFrame) -> pl.DataFrame:
     """Return transfers and blocks in flight at every step of the timeline."""
     begun = transfers(events).drop_nulls("initiated_step")
-    begins = begun.select(
-        *ENGINE, pl.lit(1).alias("transfers"), blocks="block_count", step_id="initiated_step"
-    )
+    begins = begun.select(*ENGINE, pl.lit(1).alias("transfers"), blocks="block_count", step_id="initiated_step")
     ends = begun.drop_nulls("completed_step").select(
         *ENGINE,
         pl.lit(-1).alias("transfers"),

@@ -1,10 +1,13 @@
-"""Points of a benchmark: what their names mean, the rows of `points` that records give, and the spans that stand for them.
+"""Points of a benchmark: what their names mean, the rows of `points` that records give, and the spans that stand for
+them.
 
-A point is a load (a concurrency or a rate, and lengths) with latencies over all its requests. It names no request and no step, so no
-model is fitted on it; a plan is compared with it. Tables of points (`points`) and summaries of load generators (`clients`) give the same.
+A point is a load (a concurrency or a rate, and lengths) with latencies over all its requests. It names no request and
+no step, so no model is fitted on it; a plan is compared with it. Tables of points (`points`) and summaries of load
+generators (`clients`) give the same.
 
-A name says what a column is: a latency, a statistic (the mean if none) and a unit, in any order, as in `mean_ttft_ms`, `P99 TTFT (ms)`
-or `itl_s_p50`. A latency whose name has no unit is refused: nothing else shows it. Names that are not read are kept.
+A name says what a column is: a latency, a statistic (the mean if none) and a unit, in any order, as in `mean_ttft_ms`,
+`P99 TTFT (ms)` or `itl_s_p50`. A latency whose name has no unit is refused: nothing else shows it. Names that are not
+read are kept.
 """
 
 from __future__ import annotations
@@ -38,7 +41,8 @@ Point: TypeAlias = dict[str, Any]
 """Columns of `points` to their values; `settings` is an object, `unread` a list."""
 
 PointParts: TypeAlias = "Iterable[tuple[int, bytes, Callable[[bytes], Iterable[Point]]]]"
-"""Offset and bytes of each part of a block that has points, and the function that reads them or raises one of `UNREADABLE_RECORD`."""
+"""Offset and bytes of each part of a block that has points, and the function that reads them or raises one of
+`UNREADABLE_RECORD`."""
 
 _MOST_UNREAD, _MOST_LABEL_CHARS = 64, 80
 """Columns of a point that are named though not read, and characters of a name."""
@@ -126,9 +130,7 @@ _COUNT_NAMES = {
         ),
         "requests",
     ),
-    **dict.fromkeys(
-        ("failed", "failed_requests", "errors", "num_errors", "number_errors"), "failed_requests"
-    ),
+    **dict.fromkeys(("failed", "failed_requests", "errors", "num_errors", "number_errors"), "failed_requests"),
     **dict.fromkeys(
         (
             *("request_throughput", "requests_per_s", "requests_per_sec", "requests_per_second", "req_per_s"),
@@ -264,7 +266,8 @@ def _value_of(name: str, column: str, value: Any, factor: float) -> Any:
 
 
 def summed(name: str, column: str, value: Any, factor: float = 1.0) -> Any:
-    """Return a number of a summary for a column of `points`; null for a missing one, and for 0, which says that nothing was measured.
+    """Return a number of a summary for a column of `points`; null for a missing one, and for 0, which says that nothing
+    was measured.
 
     Raises:
         msgspec.ValidationError: It is not a number, or out of range.
@@ -277,9 +280,7 @@ def unread_of(names: Iterable[str]) -> list[str]:
     return [printable(str(name))[:_MOST_LABEL_CHARS] for name in sorted(set(names))][:_MOST_UNREAD]
 
 
-def point_of(
-    values: Mapping[str, Any], program: str, *, unit: str = "", known: Collection[str] = ()
-) -> Point:
+def point_of(values: Mapping[str, Any], program: str, *, unit: str = "", known: Collection[str] = ()) -> Point:
     """Return a point from flat names and values.
 
     Args:
@@ -289,7 +290,8 @@ def point_of(
         known: Names that are known and not kept.
 
     Raises:
-        msgspec.ValidationError: A name of a latency has no unit, two columns contradict each other, or a value is not a number.
+        msgspec.ValidationError: A name of a latency has no unit, two columns contradict each other, or a value is not a
+            number.
     """
     point: Point = {"program": program, "settings": {}, "unread": []}
     names: dict[str, str] = {}
@@ -301,11 +303,10 @@ def point_of(
                 raise msgspec.ValidationError(no_unit(name))
             found = _value_of(name, named.column, value, named.factor)
             before = point.get(named.column)
-            # A load generator states what was asked for beside what came; a table that has two of one kind is not clear.
+            # A load generator states what was asked for beside what came; a table that has two of one kind is not
+            # clear.
             if not unit and None not in (before, found) and before != found:
-                raise msgspec.ValidationError(
-                    f"columns {names[named.column]} and {shown} are both {named.column}"
-                )
+                raise msgspec.ValidationError(f"columns {names[named.column]} and {shown} are both {named.column}")
             if before is None and found is not None:
                 point[named.column], names[named.column] = found, shown
         elif named is None and (setting := canonical_name(_words(name))) in SETTING_NAMES:
@@ -323,9 +324,7 @@ def checked(point: Point) -> Point:
         msgspec.ValidationError: One contradicts another by a power of 1,000, or there is no latency.
     """
     if not any(
-        point.get(f"{latency}_{statistic}_us") is not None
-        for latency in POINT_LATENCIES
-        for statistic in STATISTICS
+        point.get(f"{latency}_{statistic}_us") is not None for latency in POINT_LATENCIES for statistic in STATISTICS
     ):
         raise msgspec.ValidationError("no latency")
     for statistic in STATISTICS:
@@ -335,9 +334,7 @@ def checked(point: Point) -> Point:
         if not (e2e and ttft is not None and gap and output and output > 1):
             continue
         made = ttft + gap * (output - 1)
-        if fault := unit_fault(
-            f"e2e_{statistic}", "ttft and the times of the tokens", e2e / max(made, 1e-9), "ms"
-        ):
+        if fault := unit_fault(f"e2e_{statistic}", "ttft and the times of the tokens", e2e / max(made, 1e-9), "ms"):
             raise msgspec.ValidationError(fault)
     if fault := _order_fault(point) or _gap_fault(point) or _crowd_fault(point):
         raise msgspec.ValidationError(fault)

@@ -1,6 +1,7 @@
 """Tables of a benchmark's points that someone keeps: CSV (comma, semicolon, tab or bar) or JSON.
 
-JSON is a list of objects, lines, an object that holds such a list, or one of columns. `point_rows` says what the names mean.
+JSON is a list of objects, lines, an object that holds such a list, or one of columns. `point_rows` says what the names
+mean.
 """
 
 from __future__ import annotations
@@ -101,11 +102,7 @@ def _csv_parts(payload: bytes) -> PointParts:
             # Tables may stand one behind another, and Markdown has a rule below the names.
             rows += 1
             fault = _row_fault(fields, names, delimiter)
-            read = (
-                partial(_refuse, fault)
-                if fault
-                else partial(_points_in, dict(zip(names, fields, strict=True)))
-            )
+            read = partial(_refuse, fault) if fault else partial(_points_in, dict(zip(names, fields, strict=True)))
             yield item.offset, item.payload, read
     if not rows:
         yield 0, payload, partial(_refuse, "a table without rows")

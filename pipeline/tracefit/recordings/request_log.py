@@ -1,9 +1,10 @@
-"""Logs of requests with the times of the engine, one JSON line for each request, as LLMServingSim's benchmarks of vLLM write them.
+"""Logs of requests with the times of the engine, one JSON line for each request, as LLMServingSim's benchmarks of vLLM
+write them.
 
-`{"request_id": …, "input_toks": …, "output_toks": …, "arrival_time": …, "queued_ts": …, "scheduled_ts": …, "first_token_ts": …,
-"last_token_ts": …}`: these are vLLM's statistics of a finished request (`RequestStateStats`), as in its spans. The arrival is on the wall
-clock, the other times on the engine's monotonic clock. No request is queued before it arrives, so the shortest admission is taken to
-be 0: admissions are known up to a constant.
+`{"request_id": …, "input_toks": …, "output_toks": …, "arrival_time": …, "queued_ts": …, "scheduled_ts": …,
+"first_token_ts": …, "last_token_ts": …}`: these are vLLM's statistics of a finished request (`RequestStateStats`), as
+in its spans. The arrival is on the wall clock, the other times on the engine's monotonic clock. No request is queued
+before it arrives, so the shortest admission is taken to be 0: admissions are known up to a constant.
 """
 
 from __future__ import annotations
@@ -95,11 +96,7 @@ def _unit_fault(lines: pl.DataFrame) -> str | None:
     """Return the fault of a log whose two clocks do not run at one rate: one of them is in another unit."""
     ranges = [lines[name].to_numpy() for name in ("queued_ts", "arrival_time")]
     engine_s, wall_s = (float(times.max(initial=0) - times.min(initial=np.inf)) for times in ranges)
-    return (
-        unit_fault("the range of queued_ts", "that of arrival_time", engine_s / wall_s, "s")
-        if wall_s > 0
-        else None
-    )
+    return unit_fault("the range of queued_ts", "that of arrival_time", engine_s / wall_s, "s") if wall_s > 0 else None
 
 
 def _as_spans(lines: pl.DataFrame) -> pl.DataFrame:
@@ -115,8 +112,7 @@ def _as_spans(lines: pl.DataFrame) -> pl.DataFrame:
         "e2e": ("arrival_time", "last_token_ts"),
     }
     latencies = {
-        f"gen_ai.latency.{name}": (pl.col(end) - pl.col(begin)) / 1e9
-        for name, (begin, end) in between.items()
+        f"gen_ai.latency.{name}": (pl.col(end) - pl.col(begin)) / 1e9 for name, (begin, end) in between.items()
     }
     facts = {
         "gen_ai.request.id": pl.col("request_id"),
@@ -140,7 +136,10 @@ FORMAT = register(
         find=_find,
         fills="`requests` with queue wait, prefill and decode; `timeline`, as from spans of stock vLLM",
         units="s",
-        clock="the server's wall clock for arrivals, the engine's for other times; the request that was queued soonest after its arrival shows how far the two are apart",
+        clock=(
+            "the server's wall clock for arrivals, the engine's for other times; the request that was queued "
+            "soonest after its arrival shows how far the two are apart"
+        ),
         decode=decode,
     )
 )

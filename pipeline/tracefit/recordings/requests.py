@@ -1,7 +1,7 @@
 """Shared code of the formats of requests: reading the parts of a block, and requests as spans.
 
-A request of a log becomes a span: its times are attributes, in seconds, in the spelling of its scope in `tables.dialects`. Values
-that the record lacks stay null.
+A request of a log becomes a span: its times are attributes, in seconds, in the spelling of its scope in
+`tables.dialects`. Values that the record lacks stay null.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ Parts: TypeAlias = "Iterable[tuple[int, bytes, Callable[[bytes], _T]]]"
 
 
 def from_json(text: bytes, kind: type[_T]) -> _T:
-    """Return a JSON value. `NaN` and `Infinity`, which Python writes and JSON lacks, are null: a field that is not read costs nothing.
+    """Return a JSON value. `NaN` and `Infinity`, which Python writes and JSON lacks, are null: a field that is not read
+    costs nothing.
 
     Raises:
         msgspec.DecodeError: It is another value, or not JSON.

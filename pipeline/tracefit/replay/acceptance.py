@@ -1,4 +1,6 @@
-"""Tokens that a request gets from a step it decodes in: more than one where drafts are verified (speculative decoding)."""
+"""Tokens that a request gets from a step it decodes in: more than one where drafts are verified (speculative
+decoding).
+"""
 
 from __future__ import annotations
 
@@ -11,11 +13,13 @@ from tracefit.statistics import percentile
 from tracefit.tables.schema import ENGINE
 
 _SEVERAL_TOKENS = 1.05
-"""Tokens a step from which on a server counts as one with drafts; preempted requests, and those cut off, are below one."""
+"""Tokens a step from which on a server counts as one with drafts; preempted requests, and those cut off, are below
+one."""
 _FEWEST_REQUESTS = 10
 """Requests whose steps are known, below which nothing is said of them."""
 _SAME_STEPS = 0.2
-"""By how much the steps that requests decoded in, by the stamps of both, may differ from those that the log counts: the two have one clock."""
+"""By how much the steps that requests decoded in, by the stamps of both, may differ from those that the log counts: the
+two have one clock."""
 
 
 class Acceptance(NamedTuple):
@@ -35,9 +39,9 @@ class Acceptance(NamedTuple):
 def measured_acceptance(requests: pl.DataFrame, timeline: pl.LazyFrame) -> Acceptance | None:
     """Return the tokens a step of a recording; null where a step gives one, or nothing shows them.
 
-    The steps of a request are those between the events of its first and last token. Spans of an unmodified server have no steps: beside
-    a log they are those whose lines are stamped between these tokens, or, where the clocks of the two differ, only their sum is known,
-    since every line says how many requests decode.
+    The steps of a request are those between the events of its first and last token. Spans of an unmodified server have
+    no steps: beside a log they are those whose lines are stamped between these tokens, or, where the clocks of the two
+    differ, only their sum is known, since every line says how many requests decode.
 
     Args:
         requests: Complete requests of some runs.

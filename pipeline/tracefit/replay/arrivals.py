@@ -1,8 +1,9 @@
-"""Arrivals of a recording: its stretches of steady rate, gaps relative to the rate of their stretch, and their burstiness.
+"""Arrivals of a recording: its stretches of steady rate, gaps relative to the rate of their stretch, and their
+burstiness.
 
-A load that is recorded at several rates, with pauses between them, has long and short gaps because its rate changes, and not because
-requests come in bursts. Gaps are therefore compared only within a stretch of steady rate. A change of the rate that does not last for
-`SHORTEST_GAPS` gaps and `SHORTEST_NS` counts as a burst.
+A load that is recorded at several rates, with pauses between them, has long and short gaps because its rate changes,
+and not because requests come in bursts. Gaps are therefore compared only within a stretch of steady rate. A change of
+the rate that does not last for `SHORTEST_GAPS` gaps and `SHORTEST_NS` counts as a burst.
 """
 
 from __future__ import annotations
@@ -21,27 +22,28 @@ if TYPE_CHECKING:
 GAP_BLOCK = 50
 """Consecutive gaps that are drawn as one block, which keeps their correlation."""
 SHORTEST_GAPS = 20
-"""Fewest gaps in a stretch of steady rate: the error of their mean is 22 % for a Poisson process, and the sum of 5 of them keeps 71 % of
-its variance when it is divided by their mean. Shorter stretches have no relative gaps. A recording as the report advises has stretches of
-little more."""
+"""Fewest gaps in a stretch of steady rate: the error of their mean is 22 % for a Poisson process, and the sum of 5 of
+them keeps 71 % of its variance when it is divided by their mean. Shorter stretches have no relative gaps. A recording
+as the report advises has stretches of little more."""
 SHORTEST_NS = 8 * 10**9
-"""Shortest time of a stretch: many requests within the time that one takes, which is seconds, are a burst to the server. The advised
-recording has one of 10 s, less what chance takes."""
+"""Shortest time of a stretch: many requests within the time that one takes, which is seconds, are a burst to the
+server. The advised recording has one of 10 s, less what chance takes."""
 
 SUMMED_GAPS = 5
-"""Consecutive gaps whose sum is compared with a Poisson process: one gap does not show how gaps follow each other, and the more are
-summed, the fewer sums are independent."""
+"""Consecutive gaps whose sum is compared with a Poisson process: one gap does not show how gaps follow each other, and
+the more are summed, the fewer sums are independent."""
 BEYOND_CHANCE = 3.0
 """Standard deviations from a Poisson process beyond which arrivals differ from it: 3 in 1,000 Poisson processes do."""
 LEAST_SHAPE, MOST_SHAPE = 0.05, 20.0
 """Limits of the shape of gamma gaps: bursts of 20 requests, and gaps that are nearly equal."""
 
 _PENALTY = 1.6
-"""Least log-likelihood ratio of a cut, in units of log(gaps) and of the local dispersion. It cuts 1 to 2 of 100 Poisson processes of 100 to
-2,000 gaps, which leaves out one gap, and finds 95 of 100 pauses of 18 mean gaps; a rate or a pause that is not found looks like bursts."""
+"""Least log-likelihood ratio of a cut, in units of log(gaps) and of the local dispersion. It cuts 1 to 2 of 100 Poisson
+processes of 100 to 2,000 gaps, which leaves out one gap, and finds 95 of 100 pauses of 18 mean gaps; a rate or a pause
+that is not found looks like bursts."""
 _COMPARED_GAPS = 8
-"""Gaps in each of the two neighbouring sums that give the local dispersion: bursts of up to twice as many requests show in nearly every
-pair of sums, and half of the pairs lie within one stretch if all stretches are as short as can be."""
+"""Gaps in each of the two neighbouring sums that give the local dispersion: bursts of up to twice as many requests show
+in nearly every pair of sums, and half of the pairs lie within one stretch if all stretches are as short as can be."""
 _LEAST_PAIRS = 8
 """Fewest pairs of sums that give a local dispersion; with fewer it is 1."""
 _PHASE_ROUNDS = 6
@@ -55,9 +57,10 @@ class Burstiness:
     """How far arrivals within stretches of steady rate are from a Poisson process.
 
     Attributes:
-        dispersion: Variance of the sum of `SUMMED_GAPS` consecutive relative gaps over its value for independent gaps of a Poisson
-            process, the index of dispersion for intervals (Cox and Lewis 1966): 1 for a Poisson process, 0 for equal gaps, and
-            more than 1 in bursts. It is 1 without gaps.
+        dispersion: Variance of the sum of `SUMMED_GAPS` consecutive relative gaps over its value for independent gaps
+            of a Poisson
+            process, the index of dispersion for intervals (Cox and Lewis 1966): 1 for a Poisson process, 0 for equal
+            gaps, and more than 1 in bursts. It is 1 without gaps.
         sd: Its standard deviation for a Poisson process; infinite without gaps.
         gaps: Gaps that it is computed from.
     """
@@ -70,8 +73,8 @@ class Burstiness:
     def differs(self) -> bool:
         """Whether the arrivals differ from a Poisson process beyond chance.
 
-        The dispersion is a variance, and skewed like one: its cube root is nearly normal (Wilson and Hilferty 1931), with the
-        degrees of freedom of a variance that has the same standard deviation.
+        The dispersion is a variance, and skewed like one: its cube root is nearly normal (Wilson and Hilferty 1931),
+        with the degrees of freedom of a variance that has the same standard deviation.
         """
         if not self.gaps:
             return False
@@ -80,7 +83,9 @@ class Burstiness:
 
     @property
     def shape(self) -> float:
-        """Shape of gamma gaps with this dispersion, within `LEAST_SHAPE` and `MOST_SHAPE`; 1 if no difference is beyond chance."""
+        """Shape of gamma gaps with this dispersion, within `LEAST_SHAPE` and `MOST_SHAPE`; 1 if no difference is beyond
+        chance.
+        """
         if not self.differs:
             return 1.0
         return 1 / min(max(self.dispersion, 1 / MOST_SHAPE), 1 / LEAST_SHAPE)
@@ -89,10 +94,12 @@ class Burstiness:
 def burstiness(engines: Sequence[Integers]) -> Burstiness:
     """Return how far arrivals are from a Poisson process of steady rate, over several engines.
 
-    The relative gaps of a stretch are divided by their own mean. For n gaps of a Poisson process the share of m of them in the sum of
-    all is Beta(m, n - m), so the sum of m relative gaps has the variance m n (n - m) / (n (n + 1)); the dispersion is relative to it.
-    Its own variance is that of the mean square of all overlapping sums of m exponential gaps, whose fourth cumulant is 6 per shared
-    gap: (6 + 2 (2 m² + 1) / (3 m)) / n with a known mean gap, and 4 / n less with the mean of the same gaps (delta method).
+    The relative gaps of a stretch are divided by their own mean. For n gaps of a Poisson process the share of m of them
+    in the sum of all is Beta(m, n - m), so the sum of m relative gaps has the variance m n (n - m) / (n (n + 1)); the
+    dispersion is relative to it. Its own variance is that of the mean square of all overlapping sums of m exponential
+    gaps, whose fourth cumulant is 6 per shared
+    gap: (6 + 2 (2 m² + 1) / (3 m)) / n with a known mean gap, and 4 / n less with the mean of the same gaps (delta
+    method).
 
     Args:
         engines: Arrivals at each engine in ascending order, in ns; each of shape (n,).
@@ -113,10 +120,11 @@ def burstiness(engines: Sequence[Integers]) -> Burstiness:
 
 
 def relative_gaps(arrival_ns: Integers) -> Vector:
-    """Return gaps between arrivals over the mean gap of their stretch of steady rate, one stretch after the other, shape (gaps,).
+    """Return gaps between arrivals over the mean gap of their stretch of steady rate, one stretch after the other,
+    shape (gaps,).
 
-    Gaps between two stretches are left out, and so are stretches of less than `SHORTEST_GAPS` gaps and arrivals that all come at once:
-    they have no rate. The result is empty if fewer than `GAP_BLOCK` gaps remain.
+    Gaps between two stretches are left out, and so are stretches of less than `SHORTEST_GAPS` gaps and arrivals that
+    all come at once: they have no rate. The result is empty if fewer than `GAP_BLOCK` gaps remain.
 
     Args:
         arrival_ns: Arrivals at one server in ascending order, in ns, shape (n,).
@@ -135,18 +143,21 @@ def _relative(arrival_ns: Integers) -> list[Vector]:
 def steady_stretches(arrival_ns: Integers) -> list[slice]:
     """Cut arrivals into stretches of steady rate; the slices of arrivals are in order and leave nothing out.
 
-    A cut takes one gap, which belongs to neither side. Both sides have at least `SHORTEST_GAPS` gaps and take `SHORTEST_NS`, with one
-    exception: a pause also cuts fewer gaps than that off an end of a stretch, such as a request that tests the connection. Fewer
-    arrivals than two stretches need are one stretch, except for such pauses.
+    A cut takes one gap, which belongs to neither side. Both sides have at least `SHORTEST_GAPS` gaps and take
+    `SHORTEST_NS`, with one
+    exception: a pause also cuts fewer gaps than that off an end of a stretch, such as a request that tests the
+    connection. Fewer arrivals than two stretches need are one stretch, except for such pauses.
 
-    The segmentation is binary and recursive. Seeded intervals (Kovács, Bühlmann, Li and Munk, Biometrika 2023) find the changes that hide
-    each other in longer ones: a rate that rises and falls again has nearly the same mean on both sides of every cut. A cut must raise
-    the log-likelihood of exponential gaps by `_PENALTY` log(gaps) times the local dispersion, which is 1 for a Poisson process. By
-    chance, bursts with a dispersion of d raise it d times as much. The local dispersion is that within stretches: it begins with 1,
-    which leads to the most cuts, and rises as long as the stretches that it leads to have a larger one.
+    The segmentation is binary and recursive. Seeded intervals (Kovács, Bühlmann, Li and Munk, Biometrika 2023) find the
+    changes that hide
+    each other in longer ones: a rate that rises and falls again has nearly the same mean on both sides of every cut. A
+    cut must raise the log-likelihood of exponential gaps by `_PENALTY` log(gaps) times the local dispersion, which is 1
+    for a Poisson process. By
+    chance, bursts with a dispersion of d raise it d times as much. The local dispersion is that within stretches: it
+    begins with 1, which leads to the most cuts, and rises as long as the stretches that it leads to have a larger one.
 
-    A slow change of the rate becomes steps. Bursts of more requests than two sums of the local dispersion have are not cut from each
-    other, and neither is a load of them where its rate changes.
+    A slow change of the rate becomes steps. Bursts of more requests than two sums of the local dispersion have are not
+    cut from each other, and neither is a load of them where its rate changes.
 
     Args:
         arrival_ns: Arrivals at one server in ascending order, in ns, shape (n,).
@@ -232,8 +243,8 @@ def _segments(gaps: Vector, seeded: _Cuts, penalty: float, *, at_ends: bool) -> 
 def _best_cuts(gaps: Matrix, *, at_ends: bool) -> tuple[Vector, Integers]:
     """Return gain and place of the best cut in each of several intervals of equal length.
 
-    The log-likelihood of n exponential gaps with the mean M is at most -n log(M) - n. A cut gives each side its own mean. The gap that
-    the cut takes has the mean of the slower side, or its own, as a pause, if it is longer than that.
+    The log-likelihood of n exponential gaps with the mean M is at most -n log(M) - n. A cut gives each side its own
+    mean. The gap that the cut takes has the mean of the slower side, or its own, as a pause, if it is longer than that.
 
     Args:
         gaps: Gaps in ns, shape (intervals, gaps); at least two in an interval.

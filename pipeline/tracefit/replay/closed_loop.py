@@ -1,4 +1,6 @@
-"""Replay the held-out part of a run, or a new run, in a closed loop: arrivals and lengths in, replayed and measured latencies out."""
+"""Replay the held-out part of a run, or a new run, in a closed loop: arrivals and lengths in, replayed and measured
+latencies out.
+"""
 
 from __future__ import annotations
 
@@ -37,8 +39,8 @@ MOST_LOOP_REQUESTS = 2_000
 """Most held-out requests of a run that are compared; as many again may load the server while these run."""
 
 PAST_SHARE = 0.1
-"""Share of the requests of a new run that come before the compared ones: they give the requests in flight, and a client's time around
-the engine."""
+"""Share of the requests of a new run that come before the compared ones: they give the requests in flight, and a
+client's time around the engine."""
 
 WHOLE_LOOP_SHARE = 0.999
 _LOOP_WINDOWS = 20
@@ -114,17 +116,17 @@ class NewReplay(NamedTuple):
 
     Attributes:
         replays: One for each speed; a single one with its reason where no replay is possible.
-        beyond_pct: Percent of the compared requests that meet larger batches or have more prompt tokens than any step in training.
+        beyond_pct: Percent of the compared requests that meet larger batches or have more prompt tokens than any step
+            in training.
     """
 
     replays: tuple[RunReplay, ...]
     beyond_pct: float = 0.0
 
 
-def replay_new_run(
-    run_id: str, traces: RunTraces, deployment: DeploymentModels, factors: Sequence[float]
-) -> NewReplay:
-    """Replay a run that the models were not fitted on, from the first tenth of its requests on, or say why that is not possible.
+def replay_new_run(run_id: str, traces: RunTraces, deployment: DeploymentModels, factors: Sequence[float]) -> NewReplay:
+    """Replay a run that the models were not fitted on, from the first tenth of its requests on, or say why that is not
+    possible.
 
     Args:
         run_id: The run.
@@ -171,8 +173,8 @@ def _is_of_client(requests: pl.DataFrame) -> bool:
 def _of_client(traces: RunTraces, server: str) -> pl.DataFrame:
     """Return requests that only a client describes as those of a server, on the clock of its steps.
 
-    The clocks are aligned so that the last token comes with the last traced step. Steps that were counted from these requests
-    are on their clock already.
+    The clocks are aligned so that the last token comes with the last traced step. Steps that were counted from these
+    requests are on their clock already.
     """
     requests, steps = traces.requests, traces.timeline.filter(pl.col("server") == server)
     last = pl.col("arrival_ns") + (1e3 * pl.col("client_e2e_us")).cast(pl.Int64)
@@ -183,8 +185,7 @@ def _of_client(traces: RunTraces, server: str) -> pl.DataFrame:
         server=pl.lit(server), epoch=pl.lit(0, pl.Int64), arrival_ns=pl.col("arrival_ns") + ahead
     )
     first, last = (
-        pl.col("arrival_ns") + (1e3 * pl.col(name)).cast(pl.Int64)
-        for name in ("client_ttft_us", "client_e2e_us")
+        pl.col("arrival_ns") + (1e3 * pl.col(name)).cast(pl.Int64) for name in ("client_ttft_us", "client_e2e_us")
     )
     # A client does not see when its requests are scheduled.
     unknown = pl.lit(None, pl.Int64)
@@ -226,9 +227,7 @@ def _is_complete() -> pl.Expr:
 
 def _gave_up() -> pl.Expr:
     """Say whether the client left while its request was queued: no step computes anything for it."""
-    began = pl.col("is_complete") | pl.any_horizontal(
-        pl.col("first_scheduled_ns", "first_token_ns").is_not_null()
-    )
+    began = pl.col("is_complete") | pl.any_horizontal(pl.col("first_scheduled_ns", "first_token_ns").is_not_null())
     return pl.col("left").is_not_null() & ~began
 
 
@@ -254,9 +253,7 @@ def _prepared(traces: RunTraces, deployment: DeploymentModels, cuts: Mapping[str
     return _Prepared(engines, before, settings, notes)
 
 
-def _compared(
-    run_id: str, traces: RunTraces, deployment: DeploymentModels, cuts: Mapping[str, int]
-) -> RunReplay:
+def _compared(run_id: str, traces: RunTraces, deployment: DeploymentModels, cuts: Mapping[str, int]) -> RunReplay:
     prepared = _prepared(traces, deployment, cuts)
     before, notes = prepared.before, prepared.notes
     replayed = _replayed(prepared, deployment, 1.0)
@@ -279,7 +276,9 @@ def _compared(
 
 
 def _replayed(prepared: _Prepared, deployment: DeploymentModels, factor: float) -> pl.DataFrame:
-    """Replay the requests of each engine with a factor on the step times, at most `MOST_LOOP_REQUESTS` that are compared."""
+    """Replay the requests of each engine with a factor on the step times, at most `MOST_LOOP_REQUESTS` that are
+    compared.
+    """
     times = FittedStepTimes(deployment.step_model, deployment.server, factor)
     parts: list[pl.DataFrame] = []
     room = MOST_LOOP_REQUESTS
@@ -308,10 +307,11 @@ def _counted(replayed: pl.DataFrame, part: str) -> pl.DataFrame:
 
 
 def _speeds_of_holdout_pct(model: Model) -> tuple[float, ...]:
-    """Return how much longer steps of equal batches took in the hold-out than the model says, in percent, from the fastest.
+    """Return how much longer steps of equal batches took in the hold-out than the model says, in percent, from the
+    fastest.
 
-    The middle one is the speed of the whole hold-out, the others are two standard deviations of a stretch of time from it. Empty
-    where the machine kept its speed.
+    The middle one is the speed of the whole hold-out, the others are two standard deviations of a stretch of time from
+    it. Empty where the machine kept its speed.
     """
     speed = model.validation.speed if model.validation else None
     if speed is None or not speed.adjusted:
@@ -338,7 +338,10 @@ def _notes(replayed: pl.DataFrame, deployment: DeploymentModels, *, is_full: boo
         f"{more} more requests load the server and are not compared": more,
         f"the first {MOST_LOOP_REQUESTS:,} held-out requests are compared": is_full,
         f"{guessed} requests were cut off: their output is taken to be of median length": guessed,
-        f"the client's requests are queued as they come: {sum(front[:1]) / 1e3:.2f} ms around the engine are the median of those before": front,
+        (
+            f"the client's requests are queued as they come: {sum(front[:1]) / 1e3:.2f} ms around the engine are the "
+            "median of those before"
+        ): front,
         "there is no model of the admission: requests are queued as they come": "alpha.admission"
         not in deployment.models
         and not front,
@@ -367,7 +370,10 @@ def engine_settings(
     if unknown := [name for name in _NEEDED if not server[name]]:
         raise UsageError(
             f"{' and '.join(unknown)} of the server {'are' if len(unknown) > 1 else 'is'} unknown",
-            hint=f"give them with `tracefit run RUNS {flag_of(ServerOptions, 'settings')} NAME=N`, or put the server's log beside its traces",
+            hint=(
+                f"give them with `tracefit run RUNS {flag_of(ServerOptions, 'settings')} NAME=N`, or put the "
+                "server's log beside its traces"
+            ),
         )
     stated = deployment.step_model.deployment.settings if deployment.step_model.deployment else {}
     tokens_of_step = pl.col("prefill_tokens") + pl.col("decode_tokens")
@@ -393,11 +399,11 @@ def engine_settings(
         async_scheduling=stated.get("async_scheduling") is True,
         tokens_per_step=tokens,
     )
+    is_other_size = settings.block_size != stated_tokens
     notes = {
         f"a step gives each request {tokens:.2f} tokens, as in the training part": accepted is not None,
         f"the token budget of a step is {budget:,}, as the fullest step has, and not vLLM's default": is_short,
-        f"a KV block has {settings.block_size} tokens by the steps, {stated_tokens} by the settings": settings.block_size
-        != stated_tokens,
+        f"a KV block has {settings.block_size} tokens by the steps, {stated_tokens} by the settings": is_other_size,
     }
     return settings, tuple(text for text, holds in notes.items() if holds)
 
@@ -405,9 +411,9 @@ def engine_settings(
 def block_tokens(timeline: pl.LazyFrame, blocks: int | None, stated: int) -> int:
     """Return the tokens of a KV block: the stated ones, unless the steps show others, as a platform's default may be.
 
-    Each request that decodes has its context in whole blocks, the last one half full on average. If the blocks in use are computed
-    from the stated size, the blocks of the cache must still have room for the longest context. Shared blocks are counted once, so
-    only a size far above the stated one counts as another.
+    Each request that decodes has its context in whole blocks, the last one half full on average. If the blocks in use
+    are computed from the stated size, the blocks of the cache must still have room for the longest context. Shared
+    blocks are counted once, so only a size far above the stated one counts as another.
 
     Args:
         timeline: Rows of the `timeline`.
@@ -437,13 +443,10 @@ def _with_outputs(requests: pl.DataFrame, before: pl.DataFrame) -> pl.DataFrame:
         return 1 + (since_first_us.clip(lower_bound=0) / (itl_us or 1.0)).floor()
 
     is_guessed = pl.col("output_tokens").is_null()
-    # A request that left early has the tokens until then; one that is there at the end gets the median, or the tokens so far.
+    # A request that left early has the tokens until then; one that is there at the end gets the median, or the tokens
+    # so far.
     until = tokens_at(pl.col("left")).fill_null(1)
-    guess = (
-        pl.when(pl.col("left").is_null())
-        .then(pl.min_horizontal(pl.lit(median), "max_tokens"))
-        .otherwise(until)
-    )
+    guess = pl.when(pl.col("left").is_null()).then(pl.min_horizontal(pl.lit(median), "max_tokens")).otherwise(until)
     # Requests of a client are replayed from before the cut.
     began, is_client = pl.col("first_token_ns") < pl.col("cut"), pl.col("dialect") == CLIENT
     return requests.with_columns(
@@ -454,7 +457,8 @@ def _with_outputs(requests: pl.DataFrame, before: pl.DataFrame) -> pl.DataFrame:
 
 
 def _with_hits(requests: pl.DataFrame, timeline: pl.LazyFrame) -> pl.DataFrame:
-    """Fill in the cached tokens of prompts if no request states them: the step that computes a prompt states its new tokens.
+    """Fill in the cached tokens of prompts if no request states them: the step that computes a prompt states its new
+    tokens.
 
     If the requests have no steps, every prompt has as many new tokens as the mean prompt of the steps before the cut.
     """
@@ -481,20 +485,18 @@ def _with_hits(requests: pl.DataFrame, timeline: pl.LazyFrame) -> pl.DataFrame:
     )
     cached = (pl.col("prompt_tokens") * (1 - pl.col("new"))).round().clip(lower_bound=0).cast(pl.Int64)
     on = [*ENGINE, "first_token_step"]
-    joined = requests.join(
-        by_step, left_on=on, right_on=[*ENGINE, "step_id"], how="left", maintain_order="left"
-    )
+    joined = requests.join(by_step, left_on=on, right_on=[*ENGINE, "step_id"], how="left", maintain_order="left")
     return joined.with_columns(cached_prompt_tokens=cached).drop("new")
 
 
 def _counting(requests: pl.DataFrame) -> pl.DataFrame:
-    """Mark the compared requests in `counts`: those that arrive and end in the held-out part; if few, all that end in it."""
+    """Mark the compared requests in `counts`: those that arrive and end in the held-out part; if few, all that end in
+    it.
+    """
     has_times = pl.all_horizontal(pl.col("first_token_ns", "finished_ns", "cut").is_not_null())
     ends = pl.col("is_complete") & has_times & (pl.col("finished_ns") >= pl.col("cut"))
     comes = ends & (pl.col("arrival_ns") >= pl.col("cut"))
-    return requests.with_columns(
-        counts=pl.when(comes.sum() >= LEAST_LOOP_REQUESTS).then(comes).otherwise(ends)
-    )
+    return requests.with_columns(counts=pl.when(comes.sum() >= LEAST_LOOP_REQUESTS).then(comes).otherwise(ends))
 
 
 def _engine(
@@ -507,7 +509,8 @@ def _engine(
 ) -> pl.DataFrame:
     """Replay the requests of one engine from its cut on; return measured and replayed times, in us after it.
 
-    Some of a client's requests before the cut are replayed too: the differences from their measured times are the front end's.
+    Some of a client's requests before the cut are replayed too: the differences from their measured times are the front
+    end's.
     """
     cut = start = int(requests["cut"][0])
     is_client = (requests["dialect"] == CLIENT).all()
@@ -545,14 +548,12 @@ def _engine(
         batch=batch_at(simulated.last_us, simulated),
     )
     if is_client:
-        # The time from the send to the queue and from the step's end to the client is a constant of requests before the cut.
+        # The time from the send to the queue and from the step's end to the client is a constant of requests before the
+        # cut.
         is_past = pl.col("is_before") & (pl.col("finished") < (cut - start) / 1e3)
-        front = (
-            rows.filter(is_past).select((pl.col("first_token") - pl.col("replayed_first")).median()).item()
-        )
+        front = rows.filter(is_past).select((pl.col("first_token") - pl.col("replayed_first")).median()).item()
         return rows.with_columns(
-            (pl.col(f"replayed_{n}") + max(front or 0.0, 0.0)).alias(f"replayed_{n}")
-            for n in ("first", "last")
+            (pl.col(f"replayed_{n}") + max(front or 0.0, 0.0)).alias(f"replayed_{n}") for n in ("first", "last")
         ).with_columns(front_us=pl.lit(front, pl.Float64))
     # Events before the held-out part are given, not replayed.
     past = {"replayed_scheduled": "first_scheduled", "replayed_first": "first_token"}
@@ -577,11 +578,7 @@ def _predicted(traces: RunTraces, deployment: DeploymentModels, counted: pl.Data
     """Return the predictions of the compared requests at their arrival; no rows if there can be none."""
     rows = counted.select(REQUEST).join(traces.requests, on=REQUEST, how="left", nulls_equal=True)
     first, last = rows.select(pl.col("arrival_ns").min() - _BEFORE_NS, pl.col("finished_ns").max()).row(0)
-    steps = (
-        traces.timeline.filter(pl.col("ts_start_ns").is_between(first, last))
-        .select(_LOOP_STEP_COLUMNS)
-        .collect()
-    )
+    steps = traces.timeline.filter(pl.col("ts_start_ns").is_between(first, last)).select(_LOOP_STEP_COLUMNS).collect()
     described = described_requests(rows.with_columns(split=pl.lit("holdout")), steps)
     try:
         return predicted_requests(deployment, described)
@@ -604,8 +601,7 @@ def _quantities(rows: pl.DataFrame, before: pl.DataFrame, predicted: pl.DataFram
             pair = (percentile(side[name][known], q) for side in (measured, replayed))
             entries.append(_entry(f"{name}_p{q}_us", *pair, *others))
     span = [
-        float(rows.select(pl.col(end).max() - pl.col("arrival").min()).item())
-        for end in ("finished", "replayed_last")
+        float(rows.select(pl.col(end).max() - pl.col("arrival").min()).item()) for end in ("finished", "replayed_last")
     ]
     tokens = float(rows["output"].sum())
     entries.append(_entry("output_tokens_per_s", *(1e6 * tokens / s for s in span if s)))

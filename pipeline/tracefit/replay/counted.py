@@ -1,8 +1,9 @@
 """An engine whose steps follow from sums over its requests, as long as its KV blocks last.
 
-Where none is preempted, all that decode get one token in each step. So a step follows from their number and the sum of their tokens, and
-the step in which each ends is known when it begins to decode: the cost of a step does not grow with its batch. The times are those of
-`ReplayEngine`, which goes through all running requests; it goes on from where the blocks may not be enough.
+Where none is preempted, all that decode get one token in each step. So a step follows from their number and the sum of
+their tokens, and the step in which each ends is known when it begins to decode: the cost of a step does not grow with
+its batch. The times are those of `ReplayEngine`, which goes through all running requests; it goes on from where the
+blocks may not be enough.
 """
 
 from __future__ import annotations
@@ -49,7 +50,9 @@ class CountedEngine(ReplayEngine):
         )
 
     def _counted(self) -> bool:
-        """Execute one or more steps; return False, with no step begun, where none follows or blocks may not be enough."""
+        """Execute one or more steps; return False, with no step begun, where none follows or blocks may not be
+        enough.
+        """
         decoding, partial = len(self._ends), self._partial
         if not decoding and partial is None and not self.waiting:
             self._ended.clear()
@@ -105,11 +108,7 @@ class CountedEngine(ReplayEngine):
         slots, begun = settings.max_num_seqs - len(self._ended), len(prompts)
         for request in self.waiting:
             new = min(request.need, left)
-            if (
-                not left
-                or decoding + len(prompts) >= slots
-                or (new < request.need and not settings.chunked_prefill)
-            ):
+            if not left or decoding + len(prompts) >= slots or (new < request.need and not settings.chunked_prefill):
                 break
             prompts.append((request, 0, new))
             left -= new

@@ -1,12 +1,13 @@
 """Plan servers for a day of arrivals: the fewest in each window of time, and the fewest that carry all of them.
 
-Requests go to servers at random: each of n servers gets every request with a probability of 1 / n. So one server's day is the whole
-day thinned, with its own arrivals and lengths, and replays of some of the n stand for all. A request has one random number whatever n is
-(common random numbers): servers differ by their number and not by their luck.
+Requests go to servers at random: each of n servers gets every request with a probability of 1 / n. So one server's day
+is the whole day thinned, with its own arrivals and lengths, and replays of some of the n stand for all. A request has
+one random number whatever n is (common random numbers): servers differ by their number and not by their luck.
 
-The fewest servers of a window follow from a bisection. Its replays say something of other windows too: a server that keeps to the objectives at
-a rate does so at a lower one, with requests that are no longer and come no less evenly. Before a window the servers get its own beginning, backwards, so that
-they are as busy as in it. The fewest for the whole day are then replayed for longer, with the requests that really come before a window.
+The fewest servers of a window follow from a bisection. Its replays say something of other windows too: a server that
+keeps to the objectives at a rate does so at a lower one, with requests that are no longer and come no less evenly.
+Before a window the servers get its own beginning, backwards, so that they are as busy as in it. The fewest for the
+whole day are then replayed for longer, with the requests that really come before a window.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ _ROUTINGS = 4
 """Most times that the requests of a window are dealt out to its servers: few requests say little about chance."""
 
 LEAD_TIMES = 2.0
-"""Time before a window that is replayed with it, and not counted, over the time that a request takes in full batches."""
+"""Time before a window that is replayed with it, and not counted, over the time that a request takes in full
+batches."""
 LEAST_LEAD_S, MOST_LEAD_S = 30.0, 600.0
 """Its limits; it is at most as long as the window."""
 _WINDOW_PARTS = 48
@@ -93,15 +95,11 @@ class DayLoad:
     def sample(self, most: int) -> TrafficSample:
         """Return requests to draw from: at most so many, evenly over the day."""
         step = -(-len(self.at_s) // most)
-        return TrafficSample(
-            self.prompt_tokens[::step], self.output_tokens[::step], self.cached_tokens[::step]
-        )
+        return TrafficSample(self.prompt_tokens[::step], self.output_tokens[::step], self.cached_tokens[::step])
 
     def of(self, rows: Flags) -> DayLoad:
         """Return some of the requests."""
-        return DayLoad(
-            self.at_s[rows], self.prompt_tokens[rows], self.output_tokens[rows], self.cached_tokens[rows]
-        )
+        return DayLoad(self.at_s[rows], self.prompt_tokens[rows], self.output_tokens[rows], self.cached_tokens[rows])
 
 
 class DayWindow(NamedTuple):
@@ -137,8 +135,7 @@ def windows_of(at_s: Vector, window_s: float) -> list[DayWindow]:
     ends = np.searchsorted(at_s, edges)
     edges[0], edges[-1] = at_s[0], at_s[-1]
     return [
-        DayWindow(float(edges[k]), float(edges[k + 1]), int(ends[k]), int(ends[k + 1]))
-        for k in range(len(edges) - 1)
+        DayWindow(float(edges[k]), float(edges[k + 1]), int(ends[k]), int(ends[k + 1])) for k in range(len(edges) - 1)
     ]
 
 
@@ -225,7 +222,8 @@ class DaySearch:
     # -- windows that are alike
 
     def _kind(self, window: DayWindow) -> Vector | None:
-        """Return logarithms of lengths, and how uneven the arrivals are: the more of each, the fewer requests a server carries.
+        """Return logarithms of lengths, and how uneven the arrivals are: the more of each, the fewer requests a server
+        carries.
 
         Null for a window of few requests, which chance makes unlike others.
         """
@@ -244,7 +242,9 @@ class DaySearch:
         return np.array([*lengths, *uneven])
 
     def carried(self, number: int, end: End) -> float:
-        """Return the largest rate at which a server was seen to keep to the objectives with requests like those of a window, or more demanding ones."""
+        """Return the largest rate at which a server was seen to keep to the objectives with requests like those of a
+        window, or more demanding ones.
+        """
         kind = self._kinds[number]
         return max(
             (
@@ -256,7 +256,9 @@ class DaySearch:
         )
 
     def _missed_at(self, number: int, end: End) -> float:
-        """Return the smallest rate at which a server missed one with requests like those of a window, or less demanding ones."""
+        """Return the smallest rate at which a server missed one with requests like those of a window, or less demanding
+        ones.
+        """
         kind = self._kinds[number]
         return min(
             (
@@ -330,7 +332,9 @@ class DaySearch:
         return all(self.value_ms(found, one.name, end) <= one.limit_ms for one in self.objectives)
 
     def value_ms(self, found: WindowReplay, name: str, end: End) -> float:
-        """Return a percentile of a replay; at the high end it is as much larger as replays of recorded runs were off."""
+        """Return a percentile of a replay; at the high end it is as much larger as replays of recorded runs were
+        off.
+        """
         return found.percentile_ms(name) * (self.errors.get(name, 1.0) if end == "high" else 1.0)
 
     def for_the_day(self, each: Sequence[int | None], end: End) -> tuple[int, int]:
@@ -388,7 +392,8 @@ class DaySearch:
             servers: How many servers there are; or how many at each arrival of the day, shape (n,).
             end: Which step times.
             most: About so many requests are replayed, if the window has as many.
-            as_came: Whether the requests before the window are those that really came; else the servers are as busy as in it.
+            as_came: Whether the requests before the window are those that really came; else the servers are as busy as
+                in it.
         """
         window = self.windows[number]
         least = servers if isinstance(servers, int) else int(servers[window.first : window.end].min())
@@ -402,8 +407,7 @@ class DaySearch:
         ]
         counts = [np.full(len(served.ttft), stands_for) for _, stands_for, served in found]
         values = {
-            name: np.concatenate([getattr(served, name) for *_, served in found])
-            for name in ("ttft", "itl", "e2e")
+            name: np.concatenate([getattr(served, name) for *_, served in found]) for name in ("ttft", "itl", "e2e")
         }
         every = np.concatenate(counts)
         has = {name: ~np.isnan(v) for name, v in values.items()}
@@ -416,7 +420,8 @@ class DaySearch:
     def _parts(self, window: DayWindow, at_each: float, most: int) -> Iterator[tuple[DayWindow, int]]:
         """Yield the window; of one with very many requests at each server, some parts, and how many each stands for.
 
-        Parts are ranked by their output tokens. The busiest ones stand for themselves, as a burst does, and of the others every k-th for those next to it.
+        Parts are ranked by their output tokens. The busiest ones stand for themselves, as a burst does, and of the
+        others every k-th for those next to it.
         """
         parts = _WINDOW_PARTS
         while parts > 1 and (window.end_s - window.begin_s) / parts < max(_LEAST_PART_S, self.lead_s):
@@ -477,24 +482,19 @@ class DaySearch:
         """Replay the requests of one server."""
         arrival = 1e6 * (at_s - at_s[0])
         prompt, output, cached = (
-            column[which]
-            for column in (self.load.prompt_tokens, self.load.output_tokens, self.load.cached_tokens)
+            column[which] for column in (self.load.prompt_tokens, self.load.output_tokens, self.load.cached_tokens)
         )
         fleet = self.fleet
         recorder = BatchRecorder(fleet.times, self.slowness if end == "high" else 1.0)
         admission = admission_us(fleet.deployment.models.get("alpha.admission"), arrival, prompt)
-        times = replay(
-            RequestLoad(arrival, prompt, output, cached), recorder, fleet.settings, admission_us=admission
-        )
+        times = replay(RequestLoad(arrival, prompt, output, cached), recorder, fleet.settings, admission_us=admission)
         first, last = (np.where(np.isnan(t), np.inf, t)[counts] for t in (times.first_us, times.last_us))
         with np.errstate(invalid="ignore"):
             itl = (last - first) / np.maximum(output[counts] - 1, 1)
         # A request that is never served has no tokens with times between them.
         itl = np.where(np.isfinite(last), itl, np.inf)
         itl = np.where(output[counts] > 1, itl, np.nan)
-        return _Served(
-            first - arrival[counts], itl, last - arrival[counts], (tuple(recorder.batches), times.steps)
-        )
+        return _Served(first - arrival[counts], itl, last - arrival[counts], (tuple(recorder.batches), times.steps))
 
     def steps_of(self, found: WindowReplay) -> pl.DataFrame:
         """Return the steps of a replay, see `batches_of`."""

@@ -1,4 +1,6 @@
-"""Times of steps in which requests only decode, from a table: a replay asks for them a hundred times as often as they are new."""
+"""Times of steps in which requests only decode, from a table: a replay asks for them a hundred times as often as they
+are new.
+"""
 
 from __future__ import annotations
 
@@ -17,21 +19,24 @@ SPACING = 16.0
 """Tokens of context per request between two entries of a table."""
 
 MOST_OFF = 5e-3
-"""Largest relative error of a table half-way between two entries; a model that bends or jumps more is computed step by step."""
+"""Largest relative error of a table half-way between two entries; a model that bends or jumps more is computed step by
+step."""
 
 _FEWEST_KEPT = 128
 
 
 @dataclass(frozen=True, slots=True)
 class TabledDecoding:
-    """A model of step times that is read from tables where requests only decode: one per number of requests, over their context.
+    """A model of step times that is read from tables where requests only decode: one per number of requests, over their
+    context.
 
-    Between two entries times are interpolated. A time that is a line of the context is exact, as is that of the roofline on
-    each side of its bend.
+    Between two entries times are interpolated. A time that is a line of the context is exact, as is that of the
+    roofline on each side of its bend.
 
     Attributes:
         exact: The model.
-        reads_waiting: Whether the model depends on the requests that wait: then there are tables for each number of these.
+        reads_waiting: Whether the model depends on the requests that wait: then there are tables for each number of
+            these.
     """
 
     exact: StepTimeModel
@@ -53,7 +58,9 @@ class TabledDecoding:
         return np.asarray(np.interp(at, *table))
 
     def _table(self, batch: StepBatch, last: float) -> tuple[Vector, Vector] | None:
-        """Return entries 0, 1, ... up to `last`, and the times at contexts of so many `SPACING` tokens per request; null where they may be wrong."""
+        """Return entries 0, 1, ... up to `last`, and the times at contexts of so many `SPACING` tokens per request;
+        null where they may be wrong.
+        """
         key = batch.decode_reqs, batch.waiting if self.reads_waiting else 0
         table = self._tables.get(key, _NO_DECODES)
         if table is not None and len(table[0]) <= last + 1:

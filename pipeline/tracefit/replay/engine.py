@@ -1,9 +1,9 @@
 """One engine: requests pass its queue, its scheduler and its KV cache, and steps take as long as a model says.
 
-The scheduler is that of vLLM's v1 engine: running requests first, then first come, first served; prompts in chunks of the
-token budget, a prefix cache of full blocks, preemption of the request that came last. `SchedulerRules` has the differences of simulators.
-Between an arrival and the end of a request the same requests decode. Such steps are computed at once, so that the cost follows
-the number of requests and not the number of their tokens.
+The scheduler is that of vLLM's v1 engine: running requests first, then first come, first served; prompts in chunks of
+the token budget, a prefix cache of full blocks, preemption of the request that came last. `SchedulerRules` has the
+differences of simulators. Between an arrival and the end of a request the same requests decode. Such steps are computed
+at once, so that the cost follows the number of requests and not the number of their tokens.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ class StepBatch(NamedTuple):
         decode_reqs: Requests that decode.
         context_tokens: Tokens in the caches of the requests that decode.
         waiting: Requests in the queue.
-        prefill_attention_pairs: Sum of t * (c + t / 2) over requests that compute t tokens with c of theirs in the cache.
+        prefill_attention_pairs: Sum of t * (c + t / 2) over requests that compute t tokens with c of theirs in the
+            cache.
     """
 
     prefill_reqs: int = 0
@@ -77,8 +78,8 @@ class EngineSettings:
         max_num_batched_tokens: Token budget of a step.
         block_size: Tokens per KV block.
         num_blocks: KV blocks; null where memory never runs out.
-        by_priority: Whether the queue is sorted by priority. No trace says that of a request, so all have the same: they are served
-            in the order of arrival, not of the queue, and the last to arrive is preempted first.
+        by_priority: Whether the queue is sorted by priority. No trace says that of a request, so all have the same:
+            they are served in the order of arrival, not of the queue, and the last to arrive is preempted first.
         chunked_prefill: Whether a prompt may be computed in chunks.
         prefix_caching: Whether full blocks of prompts are reused.
         async_scheduling: Whether a step is scheduled when the one before it starts.
@@ -101,7 +102,8 @@ class SchedulerRules:
     """Rules of the scheduler on which servers and simulators differ; the defaults are vLLM's.
 
     Attributes:
-        keeps_output: A preempted request computes its prompt and its output so far again; otherwise it generates all output again.
+        keeps_output: A preempted request computes its prompt and its output so far again; otherwise it generates all
+            output again.
         computes_last_token: At least one token of a prompt is computed, even if all of it is cached.
     """
 
@@ -220,7 +222,9 @@ class ReplayEngine:
         self._arriving.append(request)
 
     def resume(self, request: ReplayedRequest, generated: int) -> None:
-        """Let a request run that has output tokens already; one whose blocks do not fit waits and computes them again."""
+        """Let a request run that has output tokens already; one whose blocks do not fit waits and computes them
+        again.
+        """
         request.first_us = request.scheduled_us = self.now
         done = min(request.prompt + generated - 1, request.end - 1)
         if len(self.running) < self.settings.max_num_seqs and self.cache.grow(request, done):
@@ -263,7 +267,9 @@ class ReplayEngine:
     # -- steps with the same requests
 
     def _decode_on(self) -> bool:
-        """Execute the steps until a request ends or arrives, if all running requests decode and none can be admitted."""
+        """Execute the steps until a request ends or arrives, if all running requests decode and none can be
+        admitted.
+        """
         running, settings = self.running, self.settings
         growth = settings.tokens_per_step
         if not running or self._ended or len(running) * growth > settings.max_num_batched_tokens:
@@ -378,7 +384,9 @@ class ReplayEngine:
             budget -= new
 
     def _preempt(self) -> ReplayedRequest:
-        """Take the blocks and the slot of the request that got its slot last, by priority of the last to arrive; return it."""
+        """Take the blocks and the slot of the request that got its slot last, by priority of the last to arrive; return
+        it.
+        """
         victim = max(self.running, key=_BY_ARRIVAL) if self.settings.by_priority else self.running[-1]
         self.running.remove(victim)
         self.preemptions += 1
@@ -406,16 +414,12 @@ class ReplayEngine:
                 decode_reqs += 1
                 context += done
             request.computed = done + new
-            if (not new or done < need <= done + new) and not (
-                self.rules.keeps_output and request.first_us > 0
-            ):
+            if (not new or done < need <= done + new) and not (self.rules.keeps_output and request.first_us > 0):
                 begun.append(request)
             # The last token comes out of a step that need not put it into the cache.
             if done + new >= request.end:
                 finished.append(request)
-        batch = StepBatch(
-            prefill_reqs, prefilled, before, pairs, decode_reqs, context, len(self.waiting), seen
-        )
+        batch = StepBatch(prefill_reqs, prefilled, before, pairs, decode_reqs, context, len(self.waiting), seen)
         self._started = self.now
         self.now += self.times.step(batch)
         self.steps.append((np.array([self.now]), len(tokens), len(self.waiting)))
@@ -457,11 +461,15 @@ class _Blocks(ABC):
 
     @abstractmethod
     def find(self, request: ReplayedRequest, keep: int) -> int:
-        """Return the number of leading full blocks of a prompt that are in the cache, with at least `keep` tokens left to compute."""
+        """Return the number of leading full blocks of a prompt that are in the cache, with at least `keep` tokens left
+        to compute.
+        """
 
     @abstractmethod
     def admit(self, request: ReplayedRequest, cached: int, new: float, *, takes: bool) -> bool:
-        """Say whether there are blocks for a new request; if so and `takes`, take them, `cached` of them from the prefix cache."""
+        """Say whether there are blocks for a new request; if so and `takes`, take them, `cached` of them from the
+        prefix cache.
+        """
 
     @abstractmethod
     def grow(self, request: ReplayedRequest, new: float) -> bool:
@@ -503,8 +511,9 @@ class _Stretch:
 class _OwnBlocks(_Blocks):
     """KV blocks by their count, where no two prompts share a prefix.
 
-    Only a preempted request then finds blocks in the cache: its own, which are one stretch of the free ones, its first block last.
-    The part that was not taken since is the beginning of the prompt. Its times are those with blocks by number.
+    Only a preempted request then finds blocks in the cache: its own, which are one stretch of the free ones, its first
+    block last. The part that was not taken since is the beginning of the prompt. Its times are those with blocks by
+    number.
     """
 
     def __init__(self, num_blocks: int, settings: EngineSettings) -> None:
@@ -572,7 +581,8 @@ class _SharedBlocks(_Blocks):
 
     def __init__(self, num_blocks: int, settings: EngineSettings) -> None:
         super().__init__(settings)
-        # An ordered set. To find the first key of a plain dictionary takes as long as the number of keys removed before it.
+        # An ordered set. To find the first key of a plain dictionary takes as long as the number of keys removed before
+        # it.
         self.free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self.holders: dict[int, int] = {}
         self.content: dict[int, _BlockKey] = {}
@@ -583,7 +593,9 @@ class _SharedBlocks(_Blocks):
         return len(self.free)
 
     def _key(self, request: ReplayedRequest, index: int) -> _BlockKey:
-        """Return the key of a full block's content: a block of a shared prefix has the same key for all who share it."""
+        """Return the key of a full block's content: a block of a shared prefix has the same key for all who share
+        it.
+        """
         is_shared = (index + 1) * self.block_size <= request.prefix
         return is_shared, request.prefix if is_shared else request.index, index
 
@@ -621,7 +633,8 @@ class _SharedBlocks(_Blocks):
         for _ in range(wanted):
             block, _ = take(last=False)
             key = content.pop(block, None)
-            # Two requests may have computed the same prefix at once: only the later block is in the map, and leaves it here.
+            # Two requests may have computed the same prefix at once: only the later block is in the map, and leaves it
+            # here.
             if key is not None and block_of.get(key) == block:
                 del block_of[key]
             holders[block] = 1

@@ -31,7 +31,8 @@ class FittedStepTimes:
 
         Args:
             model: A model of step times.
-            server: Settings of the server that its formulas use; null if unknown: then a step that needs it has no time.
+            server: Settings of the server that its formulas use; null if unknown: then a step that needs it has no
+                time.
             factor: Factor on every time, of a machine with another speed.
 
         Raises:
@@ -89,8 +90,8 @@ def _described(batch: StepBatch, context_tokens: Amount) -> dict[str, Amount]:
 def admission_us(model: Model | None, arrival_us: Vector, prompt_tokens: Integers) -> Vector:
     """Return the API's time for each request before the queue, in us; shape (n,). 0 without a model.
 
-    The replay adds the wait for a step boundary. So only the work of a boundary model counts; a model of another form counts with its
-    time on an idle server, where nothing waits.
+    The replay adds the wait for a step boundary. So only the work of a boundary model counts; a model of another form
+    counts with its time on an idle server, where nothing waits.
 
     Args:
         model: The model of admissions; null without one.
@@ -119,14 +120,13 @@ def batch_at(at_us: Vector, times: ReplayedTimes) -> Vector:
     """
     if not times.steps:
         return np.zeros(len(at_us))
-    ends, running = (
-        np.array(column) for column in zip(*((s[0][-1], s[1]) for s in times.steps), strict=True)
-    )
+    ends, running = (np.array(column) for column in zip(*((s[0][-1], s[1]) for s in times.steps), strict=True))
     return np.asarray(running[np.minimum(np.searchsorted(ends, at_us), len(ends) - 1)], dtype=float)
 
 
 def departure_us(model: Model | None, times: ReplayedTimes, output_tokens: Integers) -> Vector:
-    """Return the API's time of each request after its last token, in us; shape (n,). NaN without a model or a last token.
+    """Return the API's time of each request after its last token, in us; shape (n,). NaN without a model or a last
+    token.
 
     Args:
         model: The model of departures; null without one.

@@ -1,13 +1,14 @@
-"""Plan servers for a load: replay a steady load at several rates, and search for the fewest servers or the largest rate.
+"""Plan servers for a load: replay a steady load at several rates, and search for the fewest servers or the largest
+rate.
 
-All servers are equal, and each gets its requests at random or in turn, independently of the others: one stands for all. Every rate has
-the same requests and random numbers, only the gaps are scaled, so that latencies change with the rate and not with the draw.
-Longer replays near the answer, the anchors, then set the level of the curve.
+All servers are equal, and each gets its requests at random or in turn, independently of the others: one stands for all.
+Every rate has the same requests and random numbers, only the gaps are scaled, so that latencies change with the rate
+and not with the draw. Longer replays near the answer, the anchors, then set the level of the curve.
 
-The uncertainty of the step time needs no more replays. A server whose steps take s times as long serves a load as this one
-serves s times the load, s times as slowly. For each draw of the coefficients s follows from the batches of a replay; this is exact
-if all steps change by the same factor. The machine's speed is such a factor: it was another one in each stretch of the recording, and
-the load that is planned for meets one more.
+The uncertainty of the step time needs no more replays. A server whose steps take s times as long serves a load as this
+one serves s times the load, s times as slowly. For each draw of the coefficients s follows from the batches of a
+replay; this is exact if all steps change by the same factor. The machine's speed is such a factor: it was another one
+in each stretch of the recording, and the load that is planned for meets one more.
 """
 
 from __future__ import annotations
@@ -48,14 +49,15 @@ REPLAYED_REQUESTS = 1_200
 ANCHOR_REQUESTS = 6_000
 """Requests of a replay at a rate that a search tries."""
 ANSWER_REQUESTS = 10_000
-"""Requests of a replay at the rate of an answer. P99 of TTFT varies by some percent between replays of half as many; near the capacity its
-P90 varies by tens of percent between replays of 6,000 to 12,000, which the interval has to hold."""
+"""Requests of a replay at the rate of an answer. P99 of TTFT varies by some percent between replays of half as many;
+near the capacity its P90 varies by tens of percent between replays of 6,000 to 12,000, which the interval has to
+hold."""
 
 LOAD_SHARES = (0.15, 0.35, 0.55, 0.7, 0.8, 0.88, 0.95, 1.0)
 """Rates of a curve, as shares of the capacity."""
 SATURATED = 0.95
-"""Share of the capacity above which a queue's length is that of the capacity's own error: some percent of it decide whether the queue
-grows, and nothing bounds the latency from above."""
+"""Share of the capacity above which a queue's length is that of the capacity's own error: some percent of it decide
+whether the queue grows, and nothing bounds the latency from above."""
 SOME_OUTSIDE_PCT = 2.0
 """Share of the busy time outside the training above which latencies count as extrapolated."""
 _SLACK = 0.02
@@ -85,7 +87,8 @@ class TrafficSample:
         output_tokens: Shape (n,).
         cached_tokens: Leading tokens of each prompt from the prefix cache, shape (n,).
         gaps: Consecutive gaps between arrivals over their mean at that time, shape (m,); null if arrivals are drawn.
-        burstiness: Shape of the gamma distribution of drawn gaps: 1 is a Poisson process, a smaller one comes in bursts.
+        burstiness: Shape of the gamma distribution of drawn gaps: 1 is a Poisson process, a smaller one comes in
+            bursts.
         is_sample: Whether the load has other requests like these, so that their lengths are uncertain too.
         in_turn: Whether servers get requests in turn; otherwise at random.
     """
@@ -137,8 +140,8 @@ _CARRIED_SHIFTS = 6
 def carried_per_s(finished_ns: Integers, tokens: Matrix, mean_tokens: Sequence[float]) -> float | None:
     """Return the most requests of mean length that a server finished per second, over 30 s; null where it ran for less.
 
-    Requests that finish together may be shorter than the mean: of the requests and each kind of their tokens, over their means, the
-    one with the fewest counts.
+    Requests that finish together may be shorter than the mean: of the requests and each kind of their tokens, over
+    their means, the one with the fewest counts.
 
     Args:
         finished_ns: When requests finished, in ascending order, shape (n,).
@@ -151,9 +154,7 @@ def carried_per_s(finished_ns: Integers, tokens: Matrix, mean_tokens: Sequence[f
     begins = np.arange(0.0, span_s - CARRIED_S + 1e-9, CARRIED_S / _CARRIED_SHIFTS)
     at = (finished_ns - finished_ns[0]) / 1e9
     first, end = np.searchsorted(at, begins), np.searchsorted(at, begins + CARRIED_S)
-    work = np.column_stack(
-        [np.ones(len(at)), *(tokens[:, k] / mean for k, mean in enumerate(mean_tokens) if mean)]
-    )
+    work = np.column_stack([np.ones(len(at)), *(tokens[:, k] / mean for k, mean in enumerate(mean_tokens) if mean)])
     upto = np.vstack([np.zeros(work.shape[1]), np.cumsum(work, axis=0)])
     return float((upto[end] - upto[first]).min(axis=1).max()) / CARRIED_S
 
@@ -162,7 +163,9 @@ def carried_per_s(finished_ns: Integers, tokens: Matrix, mean_tokens: Sequence[f
 
 
 class BatchRecorder:
-    """A model of step times, each times a factor, that records the requested batches and the mean time of their steps."""
+    """A model of step times, each times a factor, that records the requested batches and the mean time of their
+    steps.
+    """
 
     def __init__(self, times: StepTimeModel, factor: float = 1.0) -> None:
         self.times, self.factor = times, factor
@@ -190,7 +193,8 @@ class Simulated:
     Attributes:
         rate: Requests per second at each server.
         latencies: ttft, itl and e2e of the counted requests, in us.
-        slowness: Low and high end of the factor on step times, from the uncertainty of the coefficients and of the machine's speed.
+        slowness: Low and high end of the factor on step times, from the uncertainty of the coefficients and of the
+            machine's speed.
         running: Mean requests that run on a server.
         waiting: Mean requests that wait at it.
         outside_pct: Share of the busy time outside the training, in percent.
@@ -219,10 +223,12 @@ class Simulated:
         return percentile(self.latencies[latency], q) / 1e3
 
     def drawn(self, name: str, *, high: bool) -> float:
-        """Return the low or the high end of the 90 % interval of a percentile over its value, from the draw of the requests.
+        """Return the low or the high end of the 90 % interval of a percentile over its value, from the draw of the
+        requests.
 
-        Consecutive requests share a queue: the error of the rank is the spread of the share below the percentile between parts of
-        the replay (batch means; Law, Simulation Modeling and Analysis, 2015, section 9.5). The error of the sample is binomial.
+        Consecutive requests share a queue: the error of the rank is the spread of the share below the percentile
+        between parts of the replay (batch means; Law, Simulation Modeling and Analysis, 2015, section 9.5). The error
+        of the sample is binomial.
         """
         if (name, high) not in self._known:
             self._known[name, high] = self._drawn(*split_name(name), high=high)
@@ -282,7 +288,8 @@ class Fleet:
 
     @cached_property
     def capacity(self) -> float:
-        """Requests per second that one server finishes when a queue never lets it rest: by the models, or as many as it carried.
+        """Requests per second that one server finishes when a queue never lets it rest: by the models, or as many as it
+        carried.
 
         Raises:
             DataError: It never serves some of the requests.
@@ -312,7 +319,8 @@ class Fleet:
                 f"{unserved} of {count} requests would never be served: they need more KV blocks or a larger token "
                 "budget than the server has"
             )
-        # The load is not steady at the beginning, when all requests start at once, and at the end, when slots stay empty.
+        # The load is not steady at the beginning, when all requests start at once, and at the end, when slots stay
+        # empty.
         first, until = int(0.2 * count), int(0.8 * count)
         if count > self.requests:
             # Requests that start together end together: whole waves of them show how long one takes with its prompts.
@@ -373,9 +381,9 @@ class Fleet:
 def _busy_us(steps: pl.DataFrame, begin_us: float, end_us: float) -> float:
     """Return how long all of some steps would take in a server that is as full as between two times.
 
-    The requests that finish in some seconds are longer or shorter than others by a few percent, and so would be their rate. The time of the
-    steps between is therefore split on the tokens that they generate and those of prompts that they compute, by least squares over blocks
-    of equal time, and counted for the tokens of all steps.
+    The requests that finish in some seconds are longer or shorter than others by a few percent, and so would be their
+    rate. The time of the steps between is therefore split on the tokens that they generate and those of prompts that
+    they compute, by least squares over blocks of equal time, and counted for the tokens of all steps.
 
     Args:
         steps: Rows of `batches_of`, from the first step on, without idle time.
@@ -395,7 +403,9 @@ def _busy_us(steps: pl.DataFrame, begin_us: float, end_us: float) -> float:
 
 
 def _steady(arrival: Vector, e2e: Vector) -> Flags:
-    """Mark requests that neither the empty server at the begin nor the end of the load makes faster; at least half of them."""
+    """Mark requests that neither the empty server at the begin nor the end of the load makes faster; at least half of
+    them.
+    """
     typical = float(np.median(e2e))
     begin = min(2 * typical, float(np.percentile(arrival, 30)))
     end = max(float(arrival[-1]) - typical, float(np.percentile(arrival, 80)))
@@ -455,9 +465,10 @@ class StepLawUncertainty:
     def slowness(self, batches: pl.DataFrame, outside_pct: float) -> tuple[float, float]:
         """Return the 5th and 95th percentile of the factor on the mean step time.
 
-        It has four independent errors: of the coefficients, within their intervals; of the machine's speed, which is that of one more
-        stretch of time; of the form beyond the load in training, as far as a fit on the lower half of the load was off on the upper; and,
-        of a transferred model, of the server, as far as servers that were left out were off.
+        It has four independent errors: of the coefficients, within their intervals; of the machine's speed, which is
+        that of one more stretch of time; of the form beyond the load in training, as far as a fit on the lower half of
+        the load was off on the upper; and, of a transferred model, of the server, as far as servers that were left out
+        were off.
 
         Args:
             batches: The steps.
@@ -504,10 +515,13 @@ class StepLawUncertainty:
 
 
 def _speeds(model: Model, rng: np.random.Generator) -> Vector:
-    """Draw factors on all step times from the speeds of the recording's stretches, shape (draws,); all 1 if they do not differ.
+    """Draw factors on all step times from the speeds of the recording's stretches, shape (draws,); all 1 if they do not
+    differ.
 
-    Their standard deviation is known from n stretches (Student's t with n - 1 degrees of freedom). A load that lasts for several stretches
-    varies less than one of them, and the mean of the recorded ones has an error of its own: the two are taken to cancel.
+    Their standard deviation is known from n stretches (Student's t with n - 1 degrees of freedom). A load that lasts
+    for several stretches
+    varies less than one of them, and the mean of the recorded ones has an error of its own: the two are taken to
+    cancel.
     """
     speed = model.validation.speed if model.validation else None
     if speed is None or not speed.adjusted:
@@ -564,7 +578,9 @@ class Curve:
         return self._logs[name]
 
     def values_ms(self, name: str, rates: Vector) -> Vector:
-        """Return a percentile at rates, shape (n,); infinite if the servers do not keep up, except for an ITL: that of full batches."""
+        """Return a percentile at rates, shape (n,); infinite if the servers do not keep up, except for an ITL: that of
+        full batches.
+        """
         inside = np.exp(self._through(name)(np.clip(rates, self.rates[0], self.rates[-1])))
         grows = (rates > self.rates[-1] * (1 + 1e-9)) & (not name.startswith("itl"))
         return np.where(grows, np.inf, inside)
@@ -572,8 +588,8 @@ class Curve:
     def ends_ms(self, name: str, rates: Vector, *, high: bool) -> Vector:
         """Return the low or the high end of the interval of a percentile at rates, shape (n,); infinite if it is open.
 
-        Errors of the step time and of the draw are independent. Replays of recorded runs have both, so that the end is at least as far
-        as they were off. Near the capacity only an ITL has a high end.
+        Errors of the step time and of the draw are independent. Replays of recorded runs have both, so that the end is
+        at least as far as they were off. Near the capacity only an ITL has a high end.
         """
         slow = np.interp(rates, self.rates, [p.slowness[high] for p in self.points])
         replayed = self.anchors or self.points
@@ -651,7 +667,8 @@ def anchored(fleet: Fleet, servers: int, curve: Curve, rate: float, requests: in
 def fewest_servers(
     fleet: Fleet, curve: Curve, rate: float, borne: Callable[[Curve], float]
 ) -> tuple[int, Curve] | None:
-    """Return the fewest servers that are enough at a rate over all of them, and their curve; null if no number is enough.
+    """Return the fewest servers that are enough at a rate over all of them, and their curve; null if no number is
+    enough.
 
     Args:
         fleet: The servers.
@@ -691,7 +708,8 @@ class LargestRate(NamedTuple):
 def largest_rate(
     fleet: Fleet, servers: int, errors: Mapping[str, float], objectives: Sequence[Objective]
 ) -> LargestRate:
-    """Return the largest rate at each of some servers that keeps to objectives: the smallest of those of each objective by itself.
+    """Return the largest rate at each of some servers that keeps to objectives: the smallest of those of each objective
+    by itself.
 
     It depends on nothing else. A rate that is asked about has replays of its own, which would move the curve.
     """
@@ -704,9 +722,7 @@ def largest_rate(
     )
 
 
-def _largest_rate(
-    fleet: Fleet, servers: int, errors: Mapping[str, float], objective: Objective
-) -> LargestRate:
+def _largest_rate(fleet: Fleet, servers: int, errors: Mapping[str, float], objective: Objective) -> LargestRate:
     curve, only = curve_of(fleet, servers, errors), (objective,)
     for _ in range(_MOST_RATES):
         rate = curve.largest_rate(only)

@@ -1,7 +1,7 @@
 """Replay a point of a benchmark: a server under a load of one concurrency or one rate, with requests of one length.
 
-A client that keeps a concurrency sends a request as soon as another one ends; all its first ones come together, as in a benchmark
-that begins. One with a rate sends them as a Poisson process.
+A client that keeps a concurrency sends a request as soon as another one ends; all its first ones come together, as in a
+benchmark that begins. One with a rate sends them as a Poisson process.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from tracefit.statistics import Integers, Vector
 
 _FEWEST_LOOP_ROUNDS, _LEAST_REQUESTS, _MOST_POINT_REQUESTS = 10, 200, 4_000
-"""Requests of a replay: so many for each that runs at a time, and at least and at most so many; those of the benchmark if it says."""
+"""Requests of a replay: so many for each that runs at a time, and at least and at most so many; those of the benchmark
+if it says."""
 
 
 class PointLoad(NamedTuple):
@@ -76,7 +77,8 @@ class ReplayedLatency(NamedTuple):
 def latencies_at(fleet: Fleet, load: PointLoad) -> dict[str, ReplayedLatency]:
     """Return ttft, tpot and e2e of each request, and itl of each token after a first one.
 
-    Percentiles of itl are not known where a step gives a request several tokens: clients see them at once, or one by one.
+    Percentiles of itl are not known where a step gives a request several tokens: clients see them at once, or one by
+    one.
 
     Args:
         fleet: The server; its own requests are not used.
@@ -120,11 +122,12 @@ def _in_turn(fleet: Fleet, load: PointLoad) -> tuple[dict[str, Vector], TokenGap
     sent = engine.serve([(load.prompt_tokens, load.output_tokens)] * count, slots)
     first, last = (np.array([getattr(r, name) for r in sent]) for name in ("first_us", "last_us"))
     sent_us = np.array([r.queued_us for r in sent]) - way_us
-    # Without the number of the benchmark's requests, its first ones, which come together, count for less than in a long one.
+    # Without the number of the benchmark's requests, its first ones, which come together, count for less than in a long
+    # one.
     if np.isnan(last).all():
         raise DataError(
-            f"requests of {load.prompt_tokens:,} and {load.output_tokens:,} tokens are never served: they need more KV blocks or a larger "
-            "token budget than the server has"
+            f"requests of {load.prompt_tokens:,} and {load.output_tokens:,} tokens are never served: they need more "
+            "KV blocks or a larger token budget than the server has"
         )
     counts = ~np.isnan(last) & (np.arange(count) >= (0 if load.requests else slots))
     tpot = (last - first) / max(load.output_tokens - 1, 1)

@@ -25,8 +25,10 @@ class RequestLoad:
         arrival_us: Arrival.
         prompt_tokens: Prompt tokens.
         output_tokens: Output tokens, at least 1.
-        prefix_tokens: Length of the prefix that each prompt shares with all prompts that share as many tokens; 0 if not given.
-        generated_tokens: Output tokens that each request has when the replay begins, at 0; requests with any run from then on.
+        prefix_tokens: Length of the prefix that each prompt shares with all prompts that share as many tokens; 0 if not
+            given.
+        generated_tokens: Output tokens that each request has when the replay begins, at 0; requests with any run from
+            then on.
     """
 
     arrival_us: Vector | Integers
@@ -81,9 +83,7 @@ def replay(
     prefix = nothing if load.prefix_tokens is None else load.prefix_tokens
     done = nothing if load.generated_tokens is None else load.generated_tokens
     columns = (queued, load.prompt_tokens, load.output_tokens, prefix)
-    requests = [
-        ReplayedRequest(i, *row) for i, row in enumerate(zip(*(c.tolist() for c in columns), strict=True))
-    ]
+    requests = [ReplayedRequest(i, *row) for i, row in enumerate(zip(*(c.tolist() for c in columns), strict=True))]
     # With as many blocks as all requests fill, memory never runs out.
     most = sum(-(-(r.prompt + r.output) // settings.block_size) + 1 for r in requests)
     engine = CountedEngine(times, settings, most, rules, shares_prefixes=bool(np.any(prefix)))
@@ -105,7 +105,8 @@ def replay(
 
 
 class TokenGaps(NamedTuple):
-    """Times between two tokens of a request: a step gives one to every request that decodes, and all of them wait for it.
+    """Times between two tokens of a request: a step gives one to every request that decodes, and all of them wait for
+    it.
 
     Attributes:
         ends_us: When each step ends, shape (n,).
@@ -126,7 +127,8 @@ class TokenGaps(NamedTuple):
 def token_gaps(steps: Sequence[StepGroup], decoding: Sequence[int]) -> TokenGaps:
     """Return the times between tokens from the groups of steps of a replay, and the requests that decode in each group.
 
-    A request decodes only after a step that gave it a token, so that no idle time is in a gap. One that is preempted waits for longer.
+    A request decodes only after a step that gave it a token, so that no idle time is in a gap. One that is preempted
+    waits for longer.
     """
     ends = np.concatenate([np.zeros(0), *(ends for ends, _, _ in steps)])
     counts = np.repeat(np.asarray(decoding, dtype=np.int64), [len(ends) for ends, _, _ in steps])

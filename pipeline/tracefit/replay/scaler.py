@@ -1,8 +1,10 @@
-"""A scaler over a day: it follows the load by what a server carries, and a server is ready some time after it is asked for.
+"""A scaler over a day: it follows the load by what a server carries, and a server is ready some time after it is asked
+for.
 
-Every half minute it computes the servers that the load of the last two minutes needs, rounded up to whole steps, and asks for them. It
-lets servers go when the load of five minutes has needed none of them, as Kubernetes does by default; they finish their requests.
-A server that was asked for is ready after the start-up time, if it was asked for all that time.
+Every half minute it computes the servers that the load of the last two minutes needs, rounded up to whole steps, and
+asks for them. It lets servers go when the load of five minutes has needed none of them, as Kubernetes does by default;
+they finish their requests. A server that was asked for is ready after the start-up time, if it was asked for all that
+time.
 """
 
 from __future__ import annotations
@@ -48,7 +50,8 @@ class ScaledServers:
 
 
 def needed_by_load(at_s: Vector, needed_for_one: Vector) -> tuple[float, Vector]:
-    """Return the begin of the first interval, and the servers that the load of each interval needs, not rounded; shape (intervals,).
+    """Return the begin of the first interval, and the servers that the load of each interval needs, not rounded; shape
+    (intervals,).
 
     Args:
         at_s: Arrivals in ascending order.
@@ -60,9 +63,7 @@ def needed_by_load(at_s: Vector, needed_for_one: Vector) -> tuple[float, Vector]
     return begin, np.bincount(numbers, needed_for_one, count) / EVERY_S
 
 
-def scaled(
-    begin_s: float, needed: Vector, *, start_up_s: float, step: int, spare_pct: float
-) -> ScaledServers:
+def scaled(begin_s: float, needed: Vector, *, start_up_s: float, step: int, spare_pct: float) -> ScaledServers:
     """Return the servers that a scaler has ready; at the begin it has those that the first two minutes need.
 
     Args:

@@ -82,13 +82,15 @@ def _mae(errors: validation.Metrics | None) -> float | None:
 
 
 _NO_TABLES = "There were no tables beside the evaluation: figures of rows, requests and runs are left out."
-_NO_FIGURES = (
-    "Figures of this deployment are left out to keep the page small; train on its runs alone to get them."
+_NO_FIGURES = "Figures of this deployment are left out to keep the page small; train on its runs alone to get them."
+_HOLDOUT_NOTE = (
+    f"{HOLDOUT} The baseline is a constant guess, the training median; the reference is gradient "
+    "boosting on the same inputs."
 )
-_HOLDOUT_NOTE = f"{HOLDOUT} The baseline is a constant guess, the training median; the reference is gradient boosting on the same inputs."
 _LATENCY_NOTE = (
-    "TTFT, ITL and E2E are predictions of `tracefit predict` from the facts at a request's arrival: its lengths, the queue and "
-    "the batch that runs. Given the measured queue and batches, the models are closer: see *Request latencies*."
+    "TTFT, ITL and E2E are predictions of `tracefit predict` from the facts at a request's arrival: its lengths, the "
+    "queue and the batch that runs. Given the measured queue and batches, the models are closer: see *Request "
+    "latencies*."
 )
 _THRESHOLDS_NOTE = (
     "Each use is as good as the worst measure it needs. The thresholds are in evaluation.json; "
@@ -118,7 +120,9 @@ class Goodput(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DeploymentParts:
-    """One deployment of the report: its evaluation, its models by name, its figures, null where these are left out, and goodput by run."""
+    """One deployment of the report: its evaluation, its models by name, its figures, null where these are left out, and
+    goodput by run.
+    """
 
     deployment: documents.DeploymentEvaluation
     label: DeploymentLabel
@@ -145,9 +149,9 @@ def build_report(
 ) -> Report:
     """Build the whole report.
 
-    `figures` are those of the drawn deployments, by deployment id, and null without tables; `traced` is the first and the last time of
-    the traces in Unix nanoseconds. `slo_ms` are objectives, and `goodput` counts the requests of each run that met all of them. `points` is
-    the section on points of a benchmark.
+    `figures` are those of the drawn deployments, by deployment id, and null without tables; `traced` is the first and
+    the last time of the traces in Unix nanoseconds. `slo_ms` are objectives, and `goodput` counts the requests of each
+    run that met all of them. `points` is the section on points of a benchmark.
     """
     models = {(m.deployment_id, m.name): m for m in (*beta.models, *alpha.models)}
     settings = {
@@ -181,9 +185,7 @@ def build_report(
     )
     if len(deployments) == 1 and transfer_of(beta) is not None:
         of_models = (
-            section(
-                f"`{name}`", *_coefficients(model), *(f"Note: {text}." for text in model.notes), folded=True
-            )
+            section(f"`{name}`", *_coefficients(model), *(f"Note: {text}." for text in model.notes), folded=True)
             for name, model in deployments[0].models.items()
         )
         return transferred_report(evaluation, alpha, beta, [*of_models, _provenance(alpha, beta)])
@@ -257,9 +259,10 @@ def _headline_table(deployment: documents.DeploymentEvaluation) -> Table:
 
 
 _REPLAY_NOTE = (
-    "**In a closed loop:** the held-out part of each run is replayed from the arrivals and lengths of its requests; queue, batches and "
-    "latencies are the replay's own. *Constant* is what the training part measured, *predict* what `tracefit predict` says of "
-    "each request on its arrival. The errors of single models, given the measured queue and batches, stand below."
+    "**In a closed loop:** the held-out part of each run is replayed from the arrivals and lengths of its requests; "
+    "queue, batches and latencies are the replay's own. *Constant* is what the training part measured, *predict* "
+    "what `tracefit predict` says of each request on its arrival. The errors of single models, given the measured "
+    "queue and batches, stand below."
 )
 
 
@@ -324,15 +327,11 @@ def _overview(deployments: Sequence[DeploymentParts]) -> Table:
     for one in deployments:
         # If deployment names differ only in their hash, show their runs as well.
         name = f"`{one.label.name}`" + (f", {_some_runs(one.deployment)}" if one.label.detail else "")
-        answers = [
-            f"**{one.deployment.verdicts[u].answer}**" if u in one.deployment.verdicts else "-" for u in uses
-        ]
+        answers = [f"**{one.deployment.verdicts[u].answer}**" if u in one.deployment.verdicts else "-" for u in uses]
         step, run = step_entry(one.deployment), least_exact_replay(one.deployment)
         replayed = [[q.error_pct for q in run.of(name)[:2]] if run else [] for name in LATENCY_TITLES]
         cells = [f"{' / '.join(map(_signed, pair))} %" if pair else "-" for pair in replayed]
-        cells.append(
-            f"{percent(step.holdout.mdape_pct)} / {percent(step.holdout.p90_ape_pct)} %" if step else "-"
-        )
+        cells.append(f"{percent(step.holdout.mdape_pct)} / {percent(step.holdout.p90_ape_pct)} %" if step else "-")
         rows.append((name, *answers, *cells, _holds_for(one.deployment) or "-"))
     heads = (f"replayed {label}, error at P50 / P90" for label in LATENCY_TITLES.values())
     return table(("deployment", *uses, *heads, "step time, median / P90 error", "holds for"), rows)
@@ -344,7 +343,9 @@ def _some_runs(deployment: documents.DeploymentEvaluation, most: int = 2) -> str
 
 
 def _deployment(one: DeploymentParts) -> tuple[ReportPart, ...]:
-    """Return the parts of one deployment: its server as measured, verdicts and what would better them, figures, errors; details are folded."""
+    """Return the parts of one deployment: its server as measured, verdicts and what would better them, figures, errors;
+    details are folded.
+    """
     deployment, models, load = one.deployment, one.models, _holds_for(one.deployment)
     figures = one.figures or DeploymentFigures((), (), (), note=_NO_FIGURES)
     errors = _headline_table(deployment)
@@ -426,9 +427,10 @@ _STRETCHES: dict[str, Callable[[documents.LoadStretch], str]] = {
     "reason": lambda one: sentence(one.reason),
 }
 _BEFORE_RECORDING = (
-    "Every call has its own seed: with the same seed it sends the same prompts, which then are in the prefix cache. The load generator "
-    "needs the tokenizer of the model: add `--tokenizer` where the server names its model otherwise. Nothing else should use the server meanwhile. "
-    "Put the new run into the place of the old one, or beside it."
+    "Every call has its own seed: with the same seed it sends the same prompts, which then are in the prefix cache. "
+    "The load generator needs the tokenizer of the model: add `--tokenizer` where the server names its model "
+    "otherwise. Nothing else should use the server meanwhile. Put the new run into the place of the old one, or "
+    "beside it."
 )
 
 
@@ -479,16 +481,19 @@ def _negligible(deployment: documents.DeploymentEvaluation) -> str:
     names = [f"`{name}`" for name, entry in deployment.models.items() if is_negligible_wait(name, entry)]
     if not names:
         return ""
-    return f"Errors of {' and '.join(names)} are under a millisecond, as those of a constant guess are: no use can tell, and no verdict counts them."
+    return (
+        f"Errors of {' and '.join(names)} are under a millisecond, as those of a constant guess are: no use can "
+        "tell, and no verdict counts them."
+    )
 
 
 def _doubtful(deployment: documents.DeploymentEvaluation) -> Iterator[str]:
-    """Name the models that are worse than a constant guess, then those whose mean error misleads, each in a sentence."""
+    """Name the models that are worse than a constant guess, then those whose mean error misleads, each in a
+    sentence.
+    """
     models = deployment.models.items()
     worse = (
-        worse_than_median(
-            name, e.skill, e.holdout.mae, e.baseline.mae, is_negligible=is_negligible_wait(name, e)
-        )
+        worse_than_median(name, e.skill, e.holdout.mae, e.baseline.mae, is_negligible=is_negligible_wait(name, e))
         for name, e in models
     )
     misleading = (
@@ -533,9 +538,7 @@ def _errors(deployment: documents.DeploymentEvaluation) -> Table:
             errors = replace(errors, bias_pct=deployment.summed_step_time.bias_pct)
         rows.append((f"`{name}`", *metrics(errors), *beside))
         # Baseline and reference are measured on all rows together.
-        rows += [
-            (f"`{name}`, {kind.replace('_', ' ')}", *metrics(m), "", "") for kind, m in entry.by_group.items()
-        ]
+        rows += [(f"`{name}`, {kind.replace('_', ' ')}", *metrics(m), "", "") for kind, m in entry.by_group.items()]
     return table(_ERRORS, rows)
 
 
@@ -574,14 +577,15 @@ def _provenance(alpha: documents.CoefficientFile, beta: documents.CoefficientFil
         *((f"file of option {name}, sha256", f"`{digest}`") for name, digest in made.files.items()),
     ]
     # Models of one deployment are fitted on the same inputs: one line for all of them.
-    inputs = {
-        m.training.inputs_sha256: m.deployment_id or "" for m in (*beta.models, *alpha.models) if m.training
-    }
+    inputs = {m.training.inputs_sha256: m.deployment_id or "" for m in (*beta.models, *alpha.models) if m.training}
     rows += [(f"inputs of `{deployment}`, sha256", f"`{digest}`") for digest, deployment in inputs.items()]
     return section("Provenance", table(("item", "value"), rows), folded=True)
 
 
-_ACROSS_INTRO = "Each run, model and GPU, and each deployment of a model with several on one GPU, is left out in turn and predicted by a model fitted on the others; errors are on all of its rows."
+_ACROSS_INTRO = (
+    "Each run, model and GPU, and each deployment of a model with several on one GPU, is left out in "
+    "turn and predicted by a model fitted on the others; errors are on all of its rows."
+)
 _LEFT_OUT_COLUMNS: dict[str, Callable[[results.LeftOutErrors], str]] = {
     "left out": lambda one: f"{one.kind} `{one.left_out}`",
     "model": lambda one: f"`{one.model}`",
@@ -590,9 +594,7 @@ _LEFT_OUT_COLUMNS: dict[str, Callable[[results.LeftOutErrors], str]] = {
     "median APE %": lambda one: percent(one.errors.mdape_pct),
     "MAPE %": lambda one: percent(one.errors.mape_pct),
     "bias %": lambda one: percent(one.errors.bias_pct),
-    "constant per batch size, MAPE %": lambda one: (
-        percent(one.by_batch_size.mape_pct) if one.by_batch_size else "-"
-    ),
+    "constant per batch size, MAPE %": lambda one: percent(one.by_batch_size.mape_pct) if one.by_batch_size else "-",
     "MAE us": lambda one: number(one.errors.mae),
     "baseline MAE": lambda one: number(one.baseline.mae),
     "reference MAE": lambda one: number(_mae(one.gradient_boosting)),
@@ -604,9 +606,7 @@ def _across(evaluation: documents.Evaluation) -> Section | None:
     if not evaluation.across and not evaluation.across_notes:
         return None
     notes = Bullets(tuple(f"Note: {note}." for note in evaluation.across_notes))
-    return section(
-        "Across runs, models and GPUs", _ACROSS_INTRO, table_of(evaluation.across, _LEFT_OUT_COLUMNS), notes
-    )
+    return section("Across runs, models and GPUs", _ACROSS_INTRO, table_of(evaluation.across, _LEFT_OUT_COLUMNS), notes)
 
 
 # -- the data -------------------------------------------------------------------------------------------
@@ -625,8 +625,9 @@ _SERVERS: dict[str, Callable[[documents.ServerEntry], str]] = {
     "dropped events": lambda s: count(s.dropped_events),
 }
 _SAMPLING = (
-    "Sampling rates are estimated from the traces: the share of counted steps that have a summary; the share of the requests "
-    "in step summaries that have a journey, `-` without any summary; the share of summarised steps that have snapshots."
+    "Sampling rates are estimated from the traces: the share of counted steps that have a summary; the share of the "
+    "requests in step summaries that have a journey, `-` without any summary; the share of summarised steps that "
+    "have snapshots."
 )
 _ROWS = (
     "Rows used, and rows left out by reason. Training leaves out warm-up, outliers and steps with many preemptions; "
@@ -638,7 +639,10 @@ _MANY_ROWS = 12
 def _data_parts(evaluation: documents.Evaluation) -> tuple[ReportPart, ...]:
     """Return the counts of the ingest, and the rows of each model."""
     entry = evaluation.ingest
-    dropped = f"**{dropped_events(entry.dropped_events)}** and are missing from every number here. {sentence(RAISE_EVENT_LIMIT)}"
+    dropped = (
+        f"**{dropped_events(entry.dropped_events)}** and are missing from every number here. "
+        f"{sentence(RAISE_EVENT_LIMIT)}"
+    )
     rows = [
         (f"`{r.run_id}`", f"`{r.model}`", count(r.trained), count(r.held_out), reasons(r.left_out) or "none")
         for deployment in evaluation.deployments
@@ -673,12 +677,20 @@ def _ingested(entry: documents.IngestEntry) -> ReportPart:
 
 
 _MOST_SAMPLED = 0.98
-_AHEAD_TEXT = "Scheduling runs one step ahead of execution (asynchronous scheduling): the time of a step is the cycle after its own start."
-_SAMPLED_TEXT = "Journeys are sampled: batches are known from step summaries only, and the queue state is that of the nearest sampled step."
+_AHEAD_TEXT = (
+    "Scheduling runs one step ahead of execution (asynchronous scheduling): the time of a step is the "
+    "cycle after its own start."
+)
+_SAMPLED_TEXT = (
+    "Journeys are sampled: batches are known from step summaries only, and the queue state is that of "
+    "the nearest sampled step."
+)
 
 
 def _clock(t: documents.TimelineEntry) -> Section:
-    """Return the section on the source of step times: the coverage of `step.duration_us`, where steps have it, and the step clock."""
+    """Return the section on the source of step times: the coverage of `step.duration_us`, where steps have it, and the
+    step clock.
+    """
     rows = {
         "busy time covered by `step.duration_us`": share(t.duration_coverage),
         "median cycle, us": number(t.median_cycle_us),
@@ -688,14 +700,14 @@ def _clock(t: documents.TimelineEntry) -> Section:
         "intervals between other known starts": f"{count(t.intervals)} over {count(t.interval_steps)} steps",
         "idle gaps among both": count(t.idle_gaps),
         "sampled steps whose batch agrees with the journeys": share(t.composition_agreement),
-        "events that disagree with the step clock": f"{count(t.clock_disagreements)} of {count(t.clock_checked_events)}",
+        "events that disagree with the step clock": (
+            f"{count(t.clock_disagreements)} of {count(t.clock_checked_events)}"
+        ),
         "API events corrected from another host's clock": count(t.clock_corrected_events),
     }
     return section(
         "The step clock" if t.duration_coverage is None else "`step.duration_us` and the step clock",
-        f"Step times come from the {t.beta_target_source}: {t.beta_target_reason}."
-        if t.beta_target_reason
-        else "",
+        f"Step times come from the {t.beta_target_source}: {t.beta_target_reason}." if t.beta_target_reason else "",
         table(("what", "value"), [row for row in rows.items() if row[1] != UNKNOWN]),
         _AHEAD_TEXT if t.execution_lag_steps else "",
         # The rate is an estimate: nearly 1 may be 1.
@@ -714,15 +726,15 @@ _GIVEN_STATE_LABELS = {
 }
 
 _PREAMBLE = (
-    "Errors on requests that arrived in the hold-out of every model. *On arrival*: predictions of `tracefit predict` from the facts "
-    "at the arrival: prompt, output and cached tokens, the requests that wait and those that run. "
+    "Errors on requests that arrived in the hold-out of every model. *On arrival*: predictions of `tracefit predict` "
+    "from the facts at the arrival: prompt, output and cached tokens, the requests that wait and those that run. "
     "*Baseline*: the training median. *Reference*: gradient boosting on the same inputs."
 )
 _STATE_PREAMBLE = (
-    "Errors on the same requests, had their future been known: measured batches and waits, predicted step times and overheads. "
-    "They measure the models, not the predictions of a user. *Refit on hold-out*: the same with the terms of the step time "
-    "fitted on the held-out steps themselves; the error that remains is in no coefficient, the error that disappears comes from "
-    "changes since the training part."
+    "Errors on the same requests, had their future been known: measured batches and waits, predicted step times and "
+    "overheads. They measure the models, not the predictions of a user. *Refit on hold-out*: the same with the terms "
+    "of the step time fitted on the held-out steps themselves; the error that remains is in no coefficient, the "
+    "error that disappears comes from changes since the training part."
 )
 
 
@@ -736,8 +748,7 @@ def _latency_parts(deployment: documents.DeploymentEvaluation) -> tuple[ReportPa
             (label, words, *metrics(errors))
             for label, entry in named
             for way, words in ways.items()
-            if (errors := getattr(entry, way)) is not None
-            and (ways is _GIVEN_STATE_LABELS or entry.predicted.n)
+            if (errors := getattr(entry, way)) is not None and (ways is _GIVEN_STATE_LABELS or entry.predicted.n)
         ]
         for ways in (_ON_ARRIVAL_LABELS, _GIVEN_STATE_LABELS)
     )
@@ -748,9 +759,7 @@ def _latency_parts(deployment: documents.DeploymentEvaluation) -> tuple[ReportPa
     return (
         _PREAMBLE,
         table(("latency", "predicted", *ERRORS), on_arrival),
-        table(
-            ("latency", "is"), [(label, e.definition) for label, e in named], folded="What each latency is"
-        ),
+        table(("latency", "is"), [(label, e.definition) for label, e in named], folded="What each latency is"),
         # The errors of a single run are those of the first table.
         table(("run", *_GROUP_HEAD), runs if len(deployment.runs) > 1 else (), folded="By run"),
         table(("phase", *_GROUP_HEAD), phases, folded=_BY_PHASE),
@@ -758,9 +767,7 @@ def _latency_parts(deployment: documents.DeploymentEvaluation) -> tuple[ReportPa
             "Given the measured queue and batches",
             _STATE_PREAMBLE,
             table(("latency", "predicted", *ERRORS), given_state),
-            table(
-                ("latency", "requests"), left_out, folded="Requests in the hold-out without such a prediction"
-            ),
+            table(("latency", "requests"), left_out, folded="Requests in the hold-out without such a prediction"),
         ),
     )
 
@@ -774,8 +781,8 @@ def _machine_noise(deployment: documents.DeploymentEvaluation) -> str:
     rows = "means of intervals" if of_means(entry) else "steps"
     return (
         f"**The machine's noise:** {rows} with equal batches, {least_s:g} to {most_s:g} s apart, are typically "
-        f"{percent(noise.mdape_pct)} % off their mean, and one in ten more than {percent(noise.p90_ape_pct)} % ({count(noise.pairs)} pairs). No model of batches has "
-        "smaller errors."
+        f"{percent(noise.mdape_pct)} % off their mean, and one in ten more than {percent(noise.p90_ape_pct)} % "
+        f"({count(noise.pairs)} pairs). No model of batches has smaller errors."
     )
 
 
@@ -785,21 +792,23 @@ def _machine_speed(deployment: documents.DeploymentEvaluation) -> str:
     if entry is None or entry.speed is None or not entry.speed.adjusted:
         return ""
     return (
-        f"**A machine of several speeds:** {speed_text(entry.speed)}. The models are those of the training part's mean. At another time "
-        "the machine may have another speed again: errors of as many percent are then its own. `tracefit plan` has changes as large as "
-        "these in its intervals, and no larger ones."
+        f"**A machine of several speeds:** {speed_text(entry.speed)}. The models are those of the training part's "
+        "mean. At another time the machine may have another speed again: errors of as many percent are then its own. "
+        "`tracefit plan` has changes as large as these in its intervals, and no larger ones."
     )
 
 
 def summed_line(entry: results.SummedTime) -> str:
-    """Return the bias of the summed step times of the hold-out, the change of speed and the change of load, each by itself."""
+    """Return the bias of the summed step times of the hold-out, the change of speed and the change of load, each by
+    itself.
+    """
     known = entry.steps_known_pct
     scaled = f", from {percent(known)} % of its steps" if known is not None and known < 99.5 else ""
     bias = (
         f"**Step times of the hold-out summed{scaled}:** predicted {entry.predicted_us / 1e6:,.2f} s, measured "
-        f"{entry.actual_us / 1e6:,.2f} s, bias {entry.bias_pct:+.2f} % (two standard deviations {entry.bias_2sd_pct:.2f} %, "
-        f"by bootstrap over {entry.blocks} blocks of time); the step or interval with the largest error contributes "
-        f"{entry.max_contribution_pct:+.2f} points."
+        f"{entry.actual_us / 1e6:,.2f} s, bias {entry.bias_pct:+.2f} % (two standard deviations "
+        f"{entry.bias_2sd_pct:.2f} %, by bootstrap over {entry.blocks} blocks of time); the step or interval with the "
+        f"largest error contributes {entry.max_contribution_pct:+.2f} points."
     )
     return " ".join((bias, *_changes(entry)))
 
@@ -811,24 +820,31 @@ def _changes(entry: results.SummedTime) -> Iterator[str]:
         yield "**Speed of the server:** there are no equal batches in both parts to compare it by."
     elif entry.speed_change_2sd_pct is not None:
         yield (
-            f"**Speed of the server:** no change beyond chance; steps of equal batches take {longer(entry.speed_change_pct)} than "
-            f"in the training part (± {percent(entry.speed_change_2sd_pct)} %, two standard deviations)."
+            "**Speed of the server:** no change beyond chance; steps of equal batches take "
+            f"{longer(entry.speed_change_pct)} than in the training part (± {percent(entry.speed_change_2sd_pct)} %, "
+            "two standard deviations)."
         )
     if entry.load_change_pct is not None:
-        yield f"**Load:** by its batch a step of the hold-out takes {longer(entry.load_change_pct)} than one of the training part."
+        yield (
+            f"**Load:** by its batch a step of the hold-out takes {longer(entry.load_change_pct)} than one of the "
+            "training part."
+        )
 
 
 def burst_line(bursts: Sequence[validation.Burst]) -> str:
     """Return the bursts outside the range of the admission model; empty without any."""
     named = "; ".join(
-        f"`{b.run_id}` {b.from_s:.2f} to {b.to_s:.2f} s: {count(b.requests)} requests, {count(b.holdout_requests)} held out"
+        (
+            f"`{b.run_id}` {b.from_s:.2f} to {b.to_s:.2f} s: {count(b.requests)} requests, {count(b.holdout_requests)} "
+            "held out"
+        )
         for b in bursts
     )
     text = (
-        "**Bursts, outside the range of this model:** requests that arrived faster than the API process works, each behind "
-        f"five or more others ({named}). The API work was fitted without them. With a step clock the model lets each of "
-        "them wait until those before it are done; a prediction for a single request cannot know of the others. The errors "
-        "above include them (`burst` and `no_burst` apart)."
+        "**Bursts, outside the range of this model:** requests that arrived faster than the API process works, each "
+        f"behind five or more others ({named}). The API work was fitted without them. With a step clock the model "
+        "lets each of them wait until those before it are done; a prediction for a single request cannot know of the "
+        "others. The errors above include them (`burst` and `no_burst` apart)."
     )
     return text if bursts else ""
 
@@ -863,9 +879,7 @@ _CANDIDATES: dict[str, Callable[[validation.Candidate], str]] = {
 }
 
 
-def _model_parts(
-    entry: validation.Validation, model: schema.Model, left_out: dict[str, int]
-) -> tuple[ReportPart, ...]:
+def _model_parts(entry: validation.Validation, model: schema.Model, left_out: dict[str, int]) -> tuple[ReportPart, ...]:
     """Return the section on one model, without its figures; `left_out` counts rows left out of its fit, by reason."""
     t, phases = model.target, entry.by_phase if len(entry.by_phase) > 1 else ()
     facts = (
@@ -886,13 +900,11 @@ def _model_parts(
     )
 
 
-def _model_facts(
-    entry: validation.Validation, model: schema.Model, left_out: dict[str, int]
-) -> Iterator[str]:
+def _model_facts(entry: validation.Validation, model: schema.Model, left_out: dict[str, int]) -> Iterator[str]:
     if entry.boundary_accuracy_pct is not None:
         yield (
-            f"**Step boundary predicted correctly:** {percent(entry.boundary_accuracy_pct)} % of held-out requests whose step is known "
-            f"({percent(entry.boundary_accuracy_without_work_pct)} % with zero API work)."
+            f"**Step boundary predicted correctly:** {percent(entry.boundary_accuracy_pct)} % of held-out requests "
+            f"whose step is known ({percent(entry.boundary_accuracy_without_work_pct)} % with zero API work)."
         )
     if entry.classifier is not None:
         accuracy = number(entry.classifier.balanced_accuracy)
@@ -950,10 +962,7 @@ def _condition(when: Condition) -> str:
 
 
 def _terms(intercept: Number, terms: Iterable[Term]) -> Table:
-    rows = [
-        (f"`{t.feature}`", t.unit, exact(t.value), interval(t.ci95), interval(t.training_range))
-        for t in terms
-    ]
+    rows = [(f"`{t.feature}`", t.unit, exact(t.value), interval(t.ci95), interval(t.training_range)) for t in terms]
     constant = ("intercept", "us", exact(intercept.value), interval(intercept.ci95), "")
     return table(("term", "unit", "value", "95 % interval", "training range"), (constant, *rows))
 
@@ -971,14 +980,14 @@ def trust_lines(entry: validation.Validation) -> Iterator[str]:
     if equations := entry.held_out_equations:
         row, step = equations.per_equation, equations.per_step
         yield (
-            f"**All held-out cycles and intervals** ({reasons(equations.rows_by_source)}): MAPE {percent(row.mape_pct)} % each (n = {row.n:,}), "
-            f"{percent(step.mape_pct)} % weighted by steps (n = {step.n:,} steps)."
+            f"**All held-out cycles and intervals** ({reasons(equations.rows_by_source)}): MAPE "
+            f"{percent(row.mape_pct)} % each (n = {row.n:,}), {percent(step.mape_pct)} % weighted by steps (n = "
+            f"{step.n:,} steps)."
         )
     if entry.prediction_intervals and entry.interval_coverage_pct is not None:
         several = len(entry.prediction_intervals) > 1
         limits = "; ".join(
-            f"{f'*{p.regime}* ' if several else ''}{_limits(p, entry.unit)}"
-            for p in entry.prediction_intervals
+            f"{f'*{p.regime}* ' if several else ''}{_limits(p, entry.unit)}" for p in entry.prediction_intervals
         )
         held = f"It held {entry.interval_coverage_pct:.1f} % of the held-out rows."
         yield f"**95 % prediction interval:** {limits}. {held}"
@@ -989,13 +998,14 @@ def trust_lines(entry: validation.Validation) -> Iterator[str]:
     if entry.extrapolated_rows:
         by_feature = ", ".join(f"`{name}` {rows:,}" for name, rows in entry.extrapolated.items())
         yield (
-            f"**Extrapolation:** {entry.extrapolated_rows:,} of {entry.holdout.n:,} held-out rows lie outside the range of "
-            f"the training rows ({by_feature}): their predictions, and the errors above, are extrapolations."
+            f"**Extrapolation:** {entry.extrapolated_rows:,} of {entry.holdout.n:,} held-out rows lie outside the "
+            f"range of the training rows ({by_feature}): their predictions, and the errors above, are extrapolations."
         )
     if every := entry.stretches:
         yield (
-            f"**Every third of ten equal stretches held out,** in place of the last 30 %: MAPE {percent(every.mape_pct)} % and bias "
-            f"{percent(every.bias_pct)} % (n = {every.n:,}). The last 30 % may hold one kind of load only, such as a drain."
+            "**Every third of ten equal stretches held out,** in place of the last 30 %: MAPE "
+            f"{percent(every.mape_pct)} % and bias {percent(every.bias_pct)} % (n = {every.n:,}). The last 30 % may "
+            "hold one kind of load only, such as a drain."
         )
     if beyond := entry.load_extrapolation:
         yield _beyond_load(beyond, entry.by_load.get("inside"))
@@ -1026,11 +1036,9 @@ def _collinear(one: validation.Collinearity, *, several: bool) -> str:
 def _beyond_load(beyond: validation.LoadExtrapolation, inside: validation.Metrics | None) -> str:
     boosted = beyond.gradient_boosting
     beside = f", gradient boosting {percent(boosted.mape_pct)} %" if boosted else ""
-    within = (
-        f" On the hold-out inside the training ranges it is {percent(inside.mape_pct)} %." if inside else ""
-    )
+    within = f" On the hold-out inside the training ranges it is {percent(inside.mape_pct)} %." if inside else ""
     return (
-        f"**Beyond the load:** trained on the lower half of the load of the whole run ({beyond.load.replace('_', ' ')} up to "
-        f"{number(beyond.cut)}), MAPE {percent(beyond.mape_pct)} % and bias {percent(beyond.bias_pct)} % on the upper half "
-        f"(n = {beyond.n:,}){beside}.{within}"
+        "**Beyond the load:** trained on the lower half of the load of the whole run "
+        f"({beyond.load.replace('_', ' ')} up to {number(beyond.cut)}), MAPE {percent(beyond.mape_pct)} % and bias "
+        f"{percent(beyond.bias_pct)} % on the upper half (n = {beyond.n:,}){beside}.{within}"
     )

@@ -45,9 +45,7 @@ class Table:
         """Return for each column whether all its cells are numbers, which are aligned to the right."""
         columns = (tuple(row[k] for row in self.rows) for k in range(len(self.head)))
         # Some cells may be empty, but not all of them.
-        return tuple(
-            any(cells) and all(_NUMBER_PATTERN.fullmatch(cell) for cell in cells) for cells in columns
-        )
+        return tuple(any(cells) and all(_NUMBER_PATTERN.fullmatch(cell) for cell in cells) for cells in columns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +94,8 @@ class Figure:
         hint: Mouse actions, shown only on the page; may be empty.
         wide: Takes the whole width of the page.
         height: In pixels.
-        curves: The numbers behind its movable marks: `rates`, percentile to `values` in ms, whether a rate is `outside` the training, and the
-            `limit` of an objective by percentile; empty without such marks.
+        curves: The numbers behind its movable marks: `rates`, percentile to `values` in ms, whether a rate is `outside`
+            the training, and the `limit` of an objective by percentile; empty without such marks.
     """
 
     name: str
@@ -186,9 +184,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, folded: str | N
     return Table(tuple(head), tuple(tuple(r) for r in rows), folded)
 
 
-def table_of(
-    items: Iterable[T], columns: Mapping[str, Callable[[T], str]], *, folded: str | None = None
-) -> Table:
+def table_of(items: Iterable[T], columns: Mapping[str, Callable[[T], str]], *, folded: str | None = None) -> Table:
     """Make a table with a row per item; a column is its head and what it writes of an item."""
     return table(tuple(columns), [[cell(item) for cell in columns.values()] for item in items], folded=folded)
 
@@ -208,7 +204,9 @@ def markdown_text(report: Report) -> str:
 
 
 def markdown_files(report: Report) -> dict[str, str]:
-    """Return the Markdown files of a report by their names, `report.md` first; a long one has a file for each section, and links."""
+    """Return the Markdown files of a report by their names, `report.md` first; a long one has a file for each section,
+    and links.
+    """
     whole = markdown_text(report)
     sections = [part for part in report.parts if isinstance(part, Section)]
     if len(whole.split()) <= MOST_WORDS or len(sections) < 2:

@@ -56,7 +56,9 @@ def mean_misleads(
 def worse_than_median(
     model: str, skill: float | None, mae: float | None, baseline_mae: float | None, *, is_negligible: bool
 ) -> Fact | None:
-    """Say that a model predicts the hold-out worse than the training median does; null where it does not, or where no use can tell."""
+    """Say that a model predicts the hold-out worse than the training median does; null where it does not, or where no
+    use can tell.
+    """
     if skill is None or skill >= 0 or is_negligible:
         return None
     return Fact(
@@ -111,14 +113,15 @@ def point_load(rate_per_s: float | None, concurrency: float | None) -> str:
 
 def not_compared(points: Sequence[str], reason: str) -> str:
     """Say which points of a benchmark have no prediction beside them, and for what reason."""
-    return f"{'point' if len(points) == 1 else 'points'} {', '.join(points)} {'is' if len(points) == 1 else 'are'} not compared: {reason}"
+    return (
+        f"{'point' if len(points) == 1 else 'points'} {', '.join(points)} {'is' if len(points) == 1 else 'are'} "
+        f"not compared: {reason}"
+    )
 
 
 def expected_within(p90_ape_pct: Mapping[str, float]) -> str:
     """Say what errors a transferred model is expected to have."""
-    limits = [
-        f"{percent(pct)} % {_PHASE_TEXTS[name]}" for name, pct in p90_ape_pct.items() if name in _PHASE_TEXTS
-    ]
+    limits = [f"{percent(pct)} % {_PHASE_TEXTS[name]}" for name, pct in p90_ape_pct.items() if name in _PHASE_TEXTS]
     if not limits:
         return "its errors are not known"
     return f"nine of ten steps are expected within {in_words(limits)}"

@@ -1,9 +1,11 @@
-"""A report as one page: plotly's figures, no network, light and dark, on a phone and on paper. Nothing is computed here.
+"""A report as one page: plotly's figures, no network, light and dark, on a phone and on paper. Nothing is computed
+here.
 
 This module alone needs what the extra `[report]` installs; it is imported where a page or a figure is drawn.
 
-Names in a report come from traces, and anyone may have written those. The templates escape whatever they are given, data
-for scripts is JSON that cannot end its element, and the page's policy lets no script run but the two whose hashes it names.
+Names in a report come from traces, and anyone may have written those. The templates escape whatever they are given,
+data for scripts is JSON that cannot end its element, and the page's policy lets no script run but the two whose hashes
+it names.
 """
 
 from __future__ import annotations

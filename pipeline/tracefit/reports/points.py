@@ -18,9 +18,17 @@ if TYPE_CHECKING:
 
 _MOST_TABLE_ROWS, _OPEN_ROWS, _MOST_POINT_REASONS = 200, 40, 8
 _HEAD = ("point", "load", "prompt", "output", "latency, ms", *STATISTICS)
-_NO_STEPS_TEXT = "A point has a load and latencies over all its requests, and no request and no step: no model of steps is fitted on it."
-_ALONE = "Latencies are as measured. `tracefit compare OUT POINTS` puts the predictions of a fitted deployment beside them."
-_PREDICTED = "Each cell is measured / predicted: the load is replayed with the models of the point's deployment, which saw none of the points."
+_NO_STEPS_TEXT = (
+    "A point has a load and latencies over all its requests, and no request and no step: no model of "
+    "steps is fitted on it."
+)
+_ALONE = (
+    "Latencies are as measured. `tracefit compare OUT POINTS` puts the predictions of a fitted deployment beside them."
+)
+_PREDICTED = (
+    "Each cell is measured / predicted: the load is replayed with the models of the point's deployment, "
+    "which saw none of the points."
+)
 
 
 def points_section(rows: Sequence[Mapping[str, Any]], compared: Sequence[ComparedPoint]) -> Section | None:
@@ -32,9 +40,7 @@ def points_section(rows: Sequence[Mapping[str, Any]], compared: Sequence[Compare
     """
     if not rows:
         return None
-    predicted = {
-        (point.number, each.name): each.predicted_us for point in compared for each in point.latencies
-    }
+    predicted = {(point.number, each.name): each.predicted_us for point in compared for each in point.latencies}
     shown = [cells for n, row in enumerate(rows[:_MOST_TABLE_ROWS], 1) for cells in _rows(n, row, predicted)]
     open_rows, more = len(shown) <= _OPEN_ROWS, len(rows) - _MOST_TABLE_ROWS
     return section(
@@ -54,9 +60,7 @@ def points_section(rows: Sequence[Mapping[str, Any]], compared: Sequence[Compare
     )
 
 
-def _rows(
-    n: int, row: Mapping[str, Any], predicted: Mapping[tuple[int, str], float]
-) -> Iterator[tuple[str, ...]]:
+def _rows(n: int, row: Mapping[str, Any], predicted: Mapping[tuple[int, str], float]) -> Iterator[tuple[str, ...]]:
     facts: tuple[str, ...] = (
         count(n),
         point_load(row["rate_per_s"], row["concurrency"]) or "unknown",

@@ -1,6 +1,7 @@
 """Verdicts as sentences: what a person who decides reads first, made of the numbers of the evaluation.
 
-"Step times are typically within 2.8 % (nine in ten within 9.7 %), but a quarter of the held-out load was never trained on."
+"Step times are typically within 2.8 % (nine in ten within 9.7 %), but a quarter of the held-out load was never trained
+on."
 """
 
 from __future__ import annotations
@@ -61,12 +62,15 @@ def step_entry(deployment: DeploymentEvaluation) -> Validation | None:
 
 
 def step_times(entry: Validation) -> str:
-    """Name the quantity whose errors a model of step times has: the mean of several steps where no single one was seen."""
+    """Name the quantity whose errors a model of step times has: the mean of several steps where no single one was
+    seen.
+    """
     return "mean step times" if of_means(entry) else "step times"
 
 
 def lead(deployment: DeploymentEvaluation) -> str:
-    """Say what the server carried and can carry, then how well a replay reproduces it, how exact step times are, and what most limits that.
+    """Say what the server carried and can carry, then how well a replay reproduces it, how exact step times are, and
+    what most limits that.
 
     Without a model of step times the reason comes first, then what to do.
     """
@@ -81,7 +85,9 @@ _SHARE_OF_CAPACITY = 0.8
 
 
 def carried_text(deployment: DeploymentEvaluation) -> str:
-    """Say what a server carried and can carry, and how many servers the recorded load needs; empty where no request was recorded."""
+    """Say what a server carried and can carry, and how many servers the recorded load needs; empty where no request was
+    recorded.
+    """
     load, capacity = deployment.load, deployment.capacity
     carried = load.carried_per_s if load else None
     if carried is None or load is None:
@@ -95,8 +101,9 @@ def carried_text(deployment: DeploymentEvaluation) -> str:
     servers = max(math.ceil(together / (_SHARE_OF_CAPACITY * capacity.capacity_per_s) - 1e-9), 1)
     needs = "1 server is" if servers == 1 else f"{count(servers)} servers are"
     return (
-        f"{text} and can serve {number(capacity.capacity_per_s)}{between}; from {number(capacity.knee_per_s)} on, the knee, latency grows "
-        f"faster than throughput. For the {number(together)}/s recorded, {needs} enough, at up to four fifths of the capacity."
+        f"{text} and can serve {number(capacity.capacity_per_s)}{between}; from {number(capacity.knee_per_s)} on, the "
+        f"knee, latency grows faster than throughput. For the {number(together)}/s recorded, {needs} enough, at up to "
+        "four fifths of the capacity."
     )
 
 
@@ -118,9 +125,7 @@ def _replayed(deployment: DeploymentEvaluation) -> str:
 
 def least_exact_replay(deployment: DeploymentEvaluation) -> RunReplay | None:
     """Return the run with the largest error of its replay; null without a replay."""
-    errors = [
-        (error, run) for run in deployment.replays if (error := run.worst_pct(*LATENCY_TITLES)) is not None
-    ]
+    errors = [(error, run) for run in deployment.replays if (error := run.worst_pct(*LATENCY_TITLES)) is not None]
     return max(errors, key=lambda pair: pair[0], default=(None, None))[1]
 
 
@@ -139,9 +144,7 @@ def _of_steps(deployment: DeploymentEvaluation) -> str:
     if entry.holdout.p90_ape_pct is not None:
         errors += f" (nine in ten within {percent(entry.holdout.p90_ape_pct)} %)"
     limit = _limit(deployment, entry)
-    return sentence(
-        f"{errors}, {f'but {limit}' if limit else 'measured on load like the load they were trained on'}"
-    )
+    return sentence(f"{errors}, {f'but {limit}' if limit else 'measured on load like the load they were trained on'}")
 
 
 def _limit(deployment: DeploymentEvaluation, entry: Validation) -> str:
@@ -157,8 +160,8 @@ def _limit(deployment: DeploymentEvaluation, entry: Validation) -> str:
         return "they describe a server that was overloaded"
     if entry.prefill_reach_pct is not None and entry.prefill_reach_pct < _LITTLE_PROMPT_PCT:
         return (
-            f"no step trained on had more than {percent(entry.prefill_reach_pct)} % of the prompt tokens a step may have: "
-            "longer prompts are a guess"
+            f"no step trained on had more than {percent(entry.prefill_reach_pct)} % of the prompt tokens a step may "
+            "have: longer prompts are a guess"
         )
     return "" if deployment.summed_step_time is None else _summed_limit(deployment.summed_step_time)
 
@@ -179,16 +182,18 @@ def speed_change(summed: SummedTime) -> str:
     if not summed.drifting or summed.speed_change_pct is None or summed.speed_change_2sd_pct is None:
         return ""
     two_sd = percent(summed.speed_change_2sd_pct)
-    return f"steps of equal batches take {longer(summed.speed_change_pct)} in the hold-out than before it (± {two_sd} %)"
+    return (
+        f"steps of equal batches take {longer(summed.speed_change_pct)} in the hold-out than before it (± {two_sd} %)"
+    )
 
 
 def speed_text(speed: SpeedVariation) -> str:
     """Say how the speed of the machine varied over the recording."""
     of_holdout = "" if speed.holdout_pct is None else f", the hold-out {longer(speed.holdout_pct)}"
     return (
-        f"the speed of the machine changed during the recording: steps of equal batches took from {longer(speed.fastest_pct)} to "
-        f"{longer(speed.slowest_pct)} than the mean of the training part in stretches of {number(speed.stretch_s)} s (standard "
-        f"deviation {percent(speed.sd_pct)} %){of_holdout}"
+        "the speed of the machine changed during the recording: steps of equal batches took from "
+        f"{longer(speed.fastest_pct)} to {longer(speed.slowest_pct)} than the mean of the training part in stretches "
+        f"of {number(speed.stretch_s)} s (standard deviation {percent(speed.sd_pct)} %){of_holdout}"
     )
 
 
@@ -199,9 +204,7 @@ def longer(pct: float) -> str:
 
 def verdicts(deployment: DeploymentEvaluation) -> Verdicts:
     """Return the verdict on every use, with its reason in a sentence."""
-    lost = {
-        f"{m.name} is not fitted": f"there is no model `{m.name}`: {m.reason}" for m in deployment.not_fitted
-    }
+    lost = {f"{m.name} is not fitted": f"there is no model `{m.name}`: {m.reason}" for m in deployment.not_fitted}
     entry = step_entry(deployment)
     noun = step_times(entry) if entry else "step times"
     answers = (UseVerdict(use, v.answer, _reason(v, lost, noun)) for use, v in deployment.verdicts.items())
@@ -218,18 +221,12 @@ def _reason(verdict: Verdict, lost: Mapping[str, str], step_times: str) -> str:
 def _skill(model: str) -> Callable[[float], str]:
     """Return the sentence on the share of the baseline's error that a model removes."""
     no_better = f"{model} is no better than a constant guess, the training median"
-    return lambda v: (
-        f"{model} removes {100 * v:.0f} % of the error of a constant guess" if v > 0 else no_better
-    )
+    return lambda v: f"{model} removes {100 * v:.0f} % of the error of a constant guess" if v > 0 else no_better
 
 
 _MEASURED: Mapping[str, Callable[[float], str]] = {
-    "replay_pct": lambda v: (
-        f"replayed from arrivals and lengths, E2E and ITL are within {percent(v)} % at P50 and P90"
-    ),
-    "replay_ttft_pct": lambda v: (
-        f"replayed from arrivals and lengths, TTFT is within {percent(v)} % at P50 and P90"
-    ),
+    "replay_pct": lambda v: f"replayed from arrivals and lengths, E2E and ITL are within {percent(v)} % at P50 and P90",
+    "replay_ttft_pct": lambda v: f"replayed from arrivals and lengths, TTFT is within {percent(v)} % at P50 and P90",
     "step_mape_pct": lambda v: f"step times are off by {percent(v)} % on average",
     "step_p90_ape_pct": lambda v: f"one step time in ten is off by more than {percent(v)} %",
     "step_bias_pct": lambda v: f"summed over time, steps are off by {percent(v)} %",
@@ -243,9 +240,7 @@ _MEASURED: Mapping[str, Callable[[float], str]] = {
         f"the fullest step trained on had {percent(v)} % of the prompt tokens a step may have"
     ),
     "queue_wait_skill": _skill("the model of the queue"),
-    "queue_regime_accuracy": lambda v: (
-        f"which requests have to wait is predicted right {100 * v:.0f} % of the time"
-    ),
+    "queue_regime_accuracy": lambda v: f"which requests have to wait is predicted right {100 * v:.0f} % of the time",
     "admission_skill": _skill("the model of admission"),
     "admission_mdape_pct": lambda v: f"admission is typically within {percent(v)} %",
 }
@@ -292,7 +287,10 @@ def _least_exact_steps(deployments: Sequence[tuple[str, DeploymentEvaluation]]) 
         return "There is no model of step times."
     best, worst = min(errors), max(errors)
     if len(errors) == 1:
-        return f"Step times of `{best[1]}` are typically within {percent(best[0])} %; the other deployments have no model of them."
+        return (
+            f"Step times of `{best[1]}` are typically within {percent(best[0])} %; the other deployments have no "
+            "model of them."
+        )
     if percent(best[0]) == percent(worst[0]):
         return f"Step times are typically within {percent(best[0])} % in every deployment."
     return (

@@ -71,9 +71,7 @@ if TYPE_CHECKING:
 def _wrapped(text: str, indent: str = "") -> str:
     """Break a sentence between words, its further lines indented; names and paths stay whole."""
     # Blocks are moved two places to the right afterwards.
-    return textwrap.fill(
-        text, WIDTH - 2, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
-    )
+    return textwrap.fill(text, WIDTH - 2, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
 def _noted(text: str) -> str:
@@ -157,9 +155,7 @@ def _deployments(result: TrainResult) -> list[str]:
         uses: dict[str, list[str]] = {}
         for use, answer in result.verdicts.get(deployment_id, {}).items():
             reason = result.reasons.get(deployment_id, {}).get(use)
-            uses.setdefault(answer if answer == "yes" or not reason else f"{answer}, {reason}", []).append(
-                use
-            )
+            uses.setdefault(answer if answer == "yes" or not reason else f"{answer}, {reason}", []).append(use)
         lines += [_noted(f"{', '.join(same)}: {verdict}") for verdict, same in uses.items()]
         lines += [
             _noted(not_fitted(m.models, m.reason, m.remedy).line)
@@ -216,9 +212,7 @@ def _closed_loop(replays: Sequence[RunReplay]) -> list[str]:
                 rows.append((f"{label}{name}", *map(_signed, errors), count(run.requests)))
     lines = [indented(columns(_REPLAY_HEAD, rows))] if rows else []
     if len(replayed) > _MOST_SHOWN_RUNS:
-        lines.append(
-            _noted(f"{plural(len(replayed) - _MOST_SHOWN_RUNS, 'more run')} replayed: see the report")
-        )
+        lines.append(_noted(f"{plural(len(replayed) - _MOST_SHOWN_RUNS, 'more run')} replayed: see the report"))
     missing: dict[str, list[str]] = {}
     for run in (r for r in replays if r.reason):
         missing.setdefault(run.reason or "", []).append(run.run_id)
@@ -277,9 +271,7 @@ def receive_text(result: traces.ReceiveResult) -> str:
         head = ("service", "instance", "spans")
         tables.append(columns(head, rows, left={0, 1}) if rows else "nothing was received")
     if result.recorded_from:
-        recorded = [
-            (r.endpoint, count(r.records), count(r.lost_messages), _refused(r)) for r in result.recorded_from
-        ]
+        recorded = [(r.endpoint, count(r.records), count(r.lost_messages), _refused(r)) for r in result.recorded_from]
         tables.append(columns(("engine", "records", "messages lost", "not kept"), recorded))
     files = f"{plural(result.file_count, 'file')}, {count(result.bytes)} bytes"
     requests = f"{count(result.exports)} acknowledged, {_refused(result, ' refused')}"
@@ -348,7 +340,9 @@ def _server(s: traces.ServerFacts) -> str:
         date = f"{datetime.fromtimestamp(first / 1e9, UTC):%Y-%m-%d %H:%M:%S} UTC"
         time = f"{date if first >= FIRST_DATE_NS else 'no date'}, {(last - first) / 1e9:,.1f} s"
     counts = f"{plural(s.epochs, 'epoch')}, {plural(s.requests, 'request')}, {plural(s.steps, 'step')}"
-    rates = f"steps {share(s.step_sampling)}, journeys {share(s.journey_sampling)}, snapshots {share(s.snapshot_sampling)}"
+    rates = (
+        f"steps {share(s.step_sampling)}, journeys {share(s.journey_sampling)}, snapshots {share(s.snapshot_sampling)}"
+    )
     dropped = plural(s.dropped_events, "dropped event")
     # Without steps, no span states the rate at which requests are sampled.
     known = s.steps or s.journey_sampling is not None
@@ -358,10 +352,7 @@ def _server(s: traces.ServerFacts) -> str:
 def _allowed(deployment: traces.DeploymentInspection) -> str:
     name = max((len(a.what) for a in deployment.allows), default=0)
     # 13: two blanks before the name, two on either side of the verdict, and its seven letters.
-    lines = [
-        _wrapped(f"  {a.what:<{name}}  {a.verdict:<7}  {a.reason}", " " * (name + 13))
-        for a in deployment.allows
-    ]
+    lines = [_wrapped(f"  {a.what:<{name}}  {a.verdict:<7}  {a.reason}", " " * (name + 13)) for a in deployment.allows]
     head = f"deployment {deployment.deployment_id} ({', '.join(deployment.runs)}) allows"
     return "\n".join([_wrapped(head, "  "), *lines])
 
@@ -383,12 +374,14 @@ def requests_text(summary: RequestSummary) -> str:
     quantiles = ("n", "mean ms", *(f"{p} ms" for p in _SHOWN_PERCENTILES))
     metrics = [(_METRICS[name], *_quantile_row(getattr(total, name))) for name in _METRICS]
     phases = [
-        (p.phase, number(None if p.share is None else 100 * p.share), *_quantile_row(p.seconds))
-        for p in summary.phases
+        (p.phase, number(None if p.share is None else 100 * p.share), *_quantile_row(p.seconds)) for p in summary.phases
     ]
     parts = [
         f"{_wrapped(f'{total.requests:,} requests: {counts} ({states})', '  ')}\n{rates}, {tokens}",
-        f"{columns(('', *quantiles), metrics)}\nin queue: since arrival, as vLLM counts it; queue wait below: since QUEUED",
+        (
+            f"{columns(('', *quantiles), metrics)}\nin queue: since arrival, as vLLM counts it; queue wait below: "
+            "since QUEUED"
+        ),
         f"by phase\n{columns(('phase', 'share %', *quantiles), phases)}",
         f"by run\n{_groups(summary.runs)}",
         *(f"over time: {run}\n{_groups(windows)}" for run, windows in _by_run(summary).items()),
@@ -421,8 +414,7 @@ def _by_run(summary: RequestSummary) -> dict[str, list[RequestGroup]]:
 
 def _groups(groups: Sequence[RequestGroup]) -> str:
     counts = [
-        (g.name, count(g.requests), count(g.failed), number(g.output_tokens_per_s), *_p50_p99(g.queue))
-        for g in groups
+        (g.name, count(g.requests), count(g.failed), number(g.output_tokens_per_s), *_p50_p99(g.queue)) for g in groups
     ]
     latencies = [(g.name, *(cell for q in (g.ttft, g.itl, g.e2e) for cell in _p50_p99(q))) for g in groups]
     heads = [f"{name} {p}" for name in targets.LATENCY_TITLES.values() for p in ("p50", "p99")]
@@ -454,8 +446,7 @@ def step_text(predicted: StepPrediction) -> str:
 def request_text(predicted: RequestPrediction) -> str:
     """Return the predicted latencies of a request, interval by interval."""
     before, after = (
-        [(t.label, predicted.overheads[t.name]) for t in targets.parts_of(latency)]
-        for latency in ("ttft", "client")
+        [(t.label, predicted.overheads[t.name]) for t in targets.parts_of(latency)] for latency in ("ttft", "client")
     )
     rows = [
         *before,
@@ -475,14 +466,14 @@ def rows_text(predicted: models.RowPredictions) -> str:
     if predicted.predictions:
         writer = csv.DictWriter(text, list(predicted.predictions[0]), lineterminator="\n")
         writer.writeheader()
-        writer.writerows(
-            {key: spreadsheet_safe(cell) for key, cell in row.items()} for row in predicted.predictions
-        )
+        writer.writerows({key: spreadsheet_safe(cell) for key, cell in row.items()} for row in predicted.predictions)
     return text.getvalue()
 
 
 def transfer_text(result: models.TransferResult) -> str:
-    """Return where the model of a new server comes from, how exact it is, and the errors on servers left out of its sources."""
+    """Return where the model of a new server comes from, how exact it is, and the errors on servers left out of its
+    sources.
+    """
     head = ("left out", "error %", "prompts %", "nearest %", "roofline %", "own fit %", "covered %")
     rows = [
         (
@@ -564,20 +555,14 @@ def plan_text(result: PlanResult) -> str:
     if len(result.ranked) > _MOST_IN_FULL:
         # The table has the others.
         shown = [
-            p
-            for p in shown
-            if (p.folder, p.deployment_id) == (result.ranked[0].name, result.ranked[0].deployment_id)
+            p for p in shown if (p.folder, p.deployment_id) == (result.ranked[0].name, result.ranked[0].deployment_id)
         ]
-    answers = [
-        "\n".join([f"{p.folder if several else 'deployment'} {p.deployment_id}", *_planned(p)]) for p in shown
-    ]
+    answers = ["\n".join([f"{p.folder if several else 'deployment'} {p.deployment_id}", *_planned(p)]) for p in shown]
     unanswered = [p for p in result.plans if p.reason is not None and p not in shown]
     missing = [f"{p.folder} {p.deployment_id}: no answer: {p.reason}" for p in unanswered]
     missing += [f"left out: {text}" for text in result.left_out]
     tables = [_ranked(result.ranked)] if result.ranked else []
-    return "\n\n".join(
-        [*tables, *answers, *(["\n".join(_noted(text) for text in missing)] if missing else [])]
-    )
+    return "\n\n".join([*tables, *answers, *(["\n".join(_noted(text) for text in missing)] if missing else [])])
 
 
 _MOST_IN_FULL = 3
@@ -589,9 +574,7 @@ def _ranked(rows: Sequence[RankedServers]) -> str:
     is_priced = any(one.cost_per_hour is not None for one in rows)
 
     def ends(most: float | None, least: float | None) -> str:
-        return (
-            "-" if most is None else number(most) if most == least else f"{number(least)} to {number(most)}"
-        )
+        return "-" if most is None else number(most) if most == least else f"{number(least)} to {number(most)}"
 
     head = (
         "",
@@ -612,11 +595,7 @@ def _ranked(rows: Sequence[RankedServers]) -> str:
         )
         for one in rows
     ]
-    legend = (
-        "  = may be the cheapest: fewer servers of it may be enough"
-        if sum(one.ties for one in rows) > 1
-        else ""
-    )
+    legend = "  = may be the cheapest: fewer servers of it may be enough" if sum(one.ties for one in rows) > 1 else ""
     return "\n".join(filter(None, [columns(head, table), legend]))
 
 
@@ -639,8 +618,7 @@ def _planned(plan: ServerPlan) -> Iterator[str]:
     if plan.cost_per_million_tokens is not None:
         output = number(plan.cost_per_million_output_tokens)
         yield _noted(
-            f"a million tokens cost {number(plan.cost_per_million_tokens)}, "
-            f"or {output} if only output tokens count"
+            f"a million tokens cost {number(plan.cost_per_million_tokens)}, or {output} if only output tokens count"
         )
     limits = {one.name: one.limit_ms for one in plan.objectives}
     rows = [
@@ -654,9 +632,7 @@ def _planned(plan: ServerPlan) -> Iterator[str]:
     ]
     yield f"  at {number(plan.at.rate_per_s)} requests per second"
     yield indented(columns(("ms", "expected", "interval", "objective"), rows))
-    shown = list(limits) or [
-        n for n in ("ttft_p99_ms", "itl_p99_ms") if n in {x.name for x in plan.at.latencies}
-    ]
+    shown = list(limits) or [n for n in ("ttft_p99_ms", "itl_p99_ms") if n in {x.name for x in plan.at.latencies}]
     head = ("requests/s", *map(_percentile, shown), "running", "waiting", "")
     yield indented(columns(head, [_rate_row(point, shown) for point in plan.curve]))
     yield from (_noted(f"note: {note}") for note in plan.notes)
@@ -666,13 +642,13 @@ def _drafts_text(drafts: PlannedDrafts) -> str:
     """Say how many tokens a step gives, and the times between steps and between tokens."""
     origin = "as given" if drafts.is_given else "as recorded"
     if not drafts.is_given and drafts.measured_p10 is not None and drafts.measured_p90 is not None:
-        origin += (
-            f" ({number(drafts.measured_p10)} to {number(drafts.measured_p90)} for eight of ten requests)"
-        )
+        origin += f" ({number(drafts.measured_p10)} to {number(drafts.measured_p90)} for eight of ten requests)"
     text = f"speculative decoding: a step gives a request {number(drafts.tokens_per_step)} tokens, {origin}"
     if drafts.step_mean_ms is None:
         return text
-    return f"{text}; its outputs come a step apart, {number(drafts.step_mean_ms)} ms, and ITL is the time per token (TPOT)"
+    return (
+        f"{text}; its outputs come a step apart, {number(drafts.step_mean_ms)} ms, and ITL is the time per token (TPOT)"
+    )
 
 
 _MOST_OF_A_DAY = 48
@@ -685,7 +661,8 @@ def _day(day: DayPlan) -> Iterator[str]:
     unit, name = next((u, n) for u, n in ((3600, "h"), (60, "min"), (1, "s")) if day.window_s >= u)
     span = f"{number(day.window_s / unit)} {name}"
     yield _noted(
-        f"{known} {plural(day.requests, 'request')} in {plural(len(day.windows), 'window')} of {span}, each with the objectives"
+        f"{known} {plural(day.requests, 'request')} in {plural(len(day.windows), 'window')} of {span}, each with the "
+        "objectives"
     )
     if day.odd:
         rows = ", ".join(f"{reason}: {count(n)}" for reason, n in day.odd.items())
@@ -694,8 +671,8 @@ def _day(day: DayPlan) -> Iterator[str]:
     binding = day.windows[day.binding]
     hours, by_window = number(day.server_hours), number(day.server_hours_by_window)
     yield _noted(
-        f"{plural(day.servers, 'server')} all day{fewer}: {hours} server-hours; window by window they are {by_window}. The window from "
-        f"{binding.begins} needs the most"
+        f"{plural(day.servers, 'server')} all day{fewer}: {hours} server-hours; window by window they are "
+        f"{by_window}. The window from {binding.begins} needs the most"
     )
     yield _noted(_scaler_text(day.scaler))
     if day.cost is not None:
@@ -734,18 +711,12 @@ def _window_row(window: PlannedWindow) -> tuple[str, ...]:
 def _scaler_text(scaler: ScalerPlan) -> str:
     """Say what a scaler needs."""
     steps = "single servers" if scaler.step == 1 else f"steps of {scaler.step} servers"
-    spare = (
-        f"{number(scaler.spare_pct)} % more servers than the load needs"
-        if scaler.spare_pct
-        else "no spare servers"
-    )
+    spare = f"{number(scaler.spare_pct)} % more servers than the load needs" if scaler.spare_pct else "no spare servers"
     has = f"a scaler with {number(scaler.scale_up_s)} s of start-up and {steps}"
     used = f"at most {plural(scaler.most, 'server')} and {number(scaler.server_hours)} server-hours"
     if scaler.holds:
         return f"{has} needs {spare}: {used}"
-    return (
-        f"{has} misses the objectives in {plural(scaler.windows_missed, 'window')}, even with {spare}: {used}"
-    )
+    return f"{has} misses the objectives in {plural(scaler.windows_missed, 'window')}, even with {spare}: {used}"
 
 
 def arrivals_text(arrivals: PlannedArrivals) -> str:
@@ -754,7 +725,10 @@ def arrivals_text(arrivals: PlannedArrivals) -> str:
     used = {"poisson": "Poisson arrivals", "gamma": shape, "traced": "arrivals as traced"}[arrivals.kind]
     if arrivals.is_given or arrivals.traced_dispersion is None or arrivals.traced_dispersion_sd is None:
         return f"{used} at a steady rate"
-    seen = f"dispersion {number(arrivals.traced_dispersion)}, of a Poisson process 1 ± {number(2 * arrivals.traced_dispersion_sd)}"
+    seen = (
+        f"dispersion {number(arrivals.traced_dispersion)}, of a Poisson process 1 ± "
+        f"{number(2 * arrivals.traced_dispersion_sd)}"
+    )
     differ = "differ from these by no more than chance" if arrivals.kind == "poisson" else "have bursts"
     if arrivals.kind == "gamma" and arrivals.traced_dispersion < 1:
         differ = "are more regular than chance"
@@ -800,8 +774,7 @@ def _queue_bars(queue: Sequence[QueueWindow]) -> list[str]:
         return []
     sides = {"measured": [w.measured for w in queue], "replayed": [w.replayed for w in queue]}
     bars = {
-        side: "".join(_BARS[math.ceil(8 * value / most - 1e-9)] for value in values)
-        for side, values in sides.items()
+        side: "".join(_BARS[math.ceil(8 * value / most - 1e-9)] for value in values) for side, values in sides.items()
     }
     head = f"  queue over the held-out time, a full bar is {number(most)} requests"
     return [head, *(f"    {side}  {text}" for side, text in bars.items())]
@@ -862,7 +835,8 @@ def _changed_lines(one: models.ModelComparison) -> list[str]:
     lines += [
         _wrapped(
             f"  {s.part}: predictions move by {number(s.mean_us)} us on average ({number(s.low_us)} to "
-            f"{number(s.high_us)}; the first file predicts {number(s.first_us)} us) over the range both were trained on",
+            f"{number(s.high_us)}; the first file predicts {number(s.first_us)} us) over the range both were trained "
+            "on",
             "    ",
         )
         for s in one.shifts
@@ -962,9 +936,7 @@ def _prediction_text(
     ]
     notes = [*ranges, *(f"assumed: {text}" for text in predicted.assumed)]
     notes += [f"outside: {text}" for text in predicted.out_of_range]
-    return "\n".join(
-        [*lines, *([_RANGE_NOTE] if has_range else []), *(_wrapped(text, "  ") for text in notes)]
-    )
+    return "\n".join([*lines, *([_RANGE_NOTE] if has_range else []), *(_wrapped(text, "  ") for text in notes)])
 
 
 def _range(duration: PredictedDuration | None) -> str:

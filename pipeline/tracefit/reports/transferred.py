@@ -1,4 +1,6 @@
-"""The report of a server that was never traced: where its model comes from, how exact it is, and what would make it more exact."""
+"""The report of a server that was never traced: where its model comes from, how exact it is, and what would make it
+more exact.
+"""
 
 from __future__ import annotations
 
@@ -26,14 +28,15 @@ _SOURCE_TEXTS: dict[str, str] = {
     "model_and_gpu": "deployments of other models on other GPUs",
 }
 _LEFT_OUT_TEXT = (
-    "Each source is left out in turn, and predicted by a law that is fitted to the others. *Nearest* is the most similar of these, its times "
-    "for the same batches unchanged; *roofline* the longer of compute and memory at the rated speed; *own fit* the deployment's own model on "
-    "its hold-out, the least that a law can reach. *Covered* are the steps within the interval that the others give."
+    "Each source is left out in turn, and predicted by a law that is fitted to the others. *Nearest* is the most "
+    "similar of these, its times for the same batches unchanged; *roofline* the longer of compute and memory at the "
+    "rated speed; *own fit* the deployment's own model on its hold-out, the least that a law can reach. *Covered* "
+    "are the steps within the interval that the others give."
 )
 _LAW = (
-    "The time of a step is the sum of the terms in `always` and the longer of those in `memory` and `compute`; with prompts it is the sum of "
-    "`launch` if that is longer. A term in us is a time "
-    "at the rated speed of the GPU: its coefficient is one over an efficiency. Bounds and priors come from physics, and no fit moves them."
+    "The time of a step is the sum of the terms in `always` and the longer of those in `memory` and `compute`; with "
+    "prompts it is the sum of `launch` if that is longer. A term in us is a time at the rated speed of the GPU: its "
+    "coefficient is one over an efficiency. Bounds and priors come from physics, and no fit moves them."
 )
 
 
@@ -62,24 +65,20 @@ def transferred_report(
         raise ValueError("the model of step times is fitted, not transferred")
     deployment, model = evaluation.deployments[0], beta.models[0]
     facts = model.deployment
-    title = (
-        f"{facts.model} on {facts.gpu}" if facts and facts.model and facts.gpu else deployment.deployment_id
-    )
+    title = f"{facts.model} on {facts.gpu}" if facts and facts.model and facts.gpu else deployment.deployment_id
     borrowed = [m for m in alpha.models if m.transfer is not None]
     parts = kept(
         verdicts(deployment),
         Bullets(tuple(f"{text[:1].upper()}{text[1:]}." for text in model.notes)),
-        section(
-            "Errors on servers that were left out", _LEFT_OUT_TEXT, table_of(evaluation.across, _FOLD_COLUMNS)
-        ),
+        section("Errors on servers that were left out", _LEFT_OUT_TEXT, table_of(evaluation.across, _FOLD_COLUMNS)),
         _calibration(transfer),
         section("The law", _LAW, _law(transfer)),
-        Bullets(
-            tuple(f"`{m.name}` is borrowed from `{m.transfer.sources[0]}`." for m in borrowed if m.transfer)
-        ),
+        Bullets(tuple(f"`{m.name}` is borrowed from `{m.transfer.sources[0]}`." for m in borrowed if m.transfer)),
         *more,
     )
-    subject = f"Latency models of `{deployment.deployment_id}`, from {plural(len(transfer.sources), 'other deployment')}."
+    subject = (
+        f"Latency models of `{deployment.deployment_id}`, from {plural(len(transfer.sources), 'other deployment')}."
+    )
     return Report(title, lead(transfer, model.origin), parts, subject)
 
 
@@ -88,9 +87,15 @@ def lead(transfer: schema.Transfer, origin: str) -> str:
     within = expected_within(transfer.p90_ape_pct)
     of = f"{plural(len(transfer.sources), 'deployment')} ({_SOURCE_TEXTS[transfer.kind]})"
     if origin == "calibrated" and transfer.calibration is not None:
-        how = f"a law from {of}, drawn to {count(transfer.calibration.steps)} steps of this server: {within}, as left-out blocks of these show"
+        how = (
+            f"a law from {of}, drawn to {count(transfer.calibration.steps)} steps of this server: {within}, as "
+            "left-out blocks of these show"
+        )
     elif not transfer.tested:
-        how = f"a law from {of}, untested for such a server: {within}, the widest interval known; some minutes of its traces would show more"
+        how = (
+            f"a law from {of}, untested for such a server: {within}, the widest interval known; some minutes of "
+            "its traces would show more"
+        )
     else:
         how = f"a law from {of}: {within}, as servers show that were left out of them"
     return f"Step times follow from {how}."

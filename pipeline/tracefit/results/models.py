@@ -180,11 +180,12 @@ class Drift:
         then_mae_us: Mean absolute error it was published with.
         now_mae_us: Mean absolute error on the new traces.
         now_bias_pct: 100 * (sum predicted - sum actual) / sum actual on the new traces.
-        limit_pct: The error above which it counts as drifted; for step times not below the noise of the machine in the new traces.
+        limit_pct: The error above which it counts as drifted; for step times not below the noise of the machine in the
+            new traces.
         verdict: good, drifted, or unknown if the new traces do not decide.
         reason: Why it is unknown.
-        decides: Whether the verdict on the deployment depends on it: that of step times does, that of a single wait only where no run
-            can be replayed and users feel the difference.
+        decides: Whether the verdict on the deployment depends on it: that of step times does, that of a single wait
+            only where no run can be replayed and users feel the difference.
     """
 
     model: str
@@ -207,7 +208,8 @@ class Drift:
 class LatencyDrift:
     """A percentile of a latency in a new run, as measured and as replayed with the models of an old file.
 
-    A replay has the arrivals and lengths of the run, and the queue, the batches and the steps from the models and the server's settings.
+    A replay has the arrivals and lengths of the run, and the queue, the batches and the steps from the models and the
+    server's settings.
 
     Attributes:
         run_id: The run.
@@ -216,12 +218,14 @@ class LatencyDrift:
         requests: Requests that were compared.
         measured: As measured.
         replayed: Replayed with the file's step times.
-        low: Least value over replays with these step times and with those at the speeds that the machine has in the run.
+        low: Least value over replays with these step times and with those at the speeds that the machine has in the
+            run.
         high: Largest value over them.
         error_pct: 100 * (replayed - measured) / measured.
-        limit_pct: By how many percent the larger of both may be above the other: what is good enough for every use, or more if the file
-            was published with a larger error.
-        verdict: good; drifted; or unknown if the machine's speed or a load beyond the training range may explain the error.
+        limit_pct: By how many percent the larger of both may be above the other: what is good enough for every use, or
+            more if the file was published with a larger error.
+        verdict: good; drifted; or unknown if the machine's speed or a load beyond the training range may explain the
+            error.
         reason: Why it is unknown.
     """
 
@@ -296,8 +300,8 @@ class CompareResult(Shown):
         models: Models that both files have.
         drift: Every model on the new traces, if the second is tables.
         latencies: Latencies that users see in the new runs, beside replays of these runs, if the second is tables.
-        verdict: Verdict of the drift check: drifted if any deployment is, else unknown if any is, else good; null for two files. It
-            rests on the latencies and the step times.
+        verdict: Verdict of the drift check: drifted if any deployment is, else unknown if any is, else good; null for
+            two files. It rests on the latencies and the step times.
         reasons: Evidence for the verdict, if it is not good.
         notes: Models that could not be compared and runs that could not be replayed, with the reason.
     """

@@ -16,8 +16,9 @@ class PlannedLatency:
     Attributes:
         name: ttft_p50_ms, itl_p99_ms, e2e_p90_ms and the like.
         value: In ms, of the requests of a steady load; null where the queue grows without end.
-        low: Lower end, in ms, 90 %: the uncertainty of the step time, by its coefficients and the changes of the machine's speed, and
-            the draw of the requests, as independent errors; at least the error of replays of recorded runs.
+        low: Lower end, in ms, 90 %: the uncertainty of the step time, by its coefficients and the changes of the
+            machine's speed, and the draw of the requests, as independent errors; at least the error of replays of
+            recorded runs.
         high: Upper end, in ms; null where the servers may not keep up.
     """
 
@@ -95,11 +96,12 @@ class PlannedArrivals:
     """When the requests of a plan come: at a steady rate.
 
     Attributes:
-        kind: Poisson arrivals; gamma distributed gaps; or gaps as traced, over the mean of their stretch of steady rate.
+        kind: Poisson arrivals; gamma distributed gaps; or gaps as traced, over the mean of their stretch of steady
+            rate.
         shape: Shape of gamma gaps: 1 is Poisson, less comes in bursts; null for traced gaps.
         is_given: Whether the shape was given, and not found.
-        traced_dispersion: Index of dispersion of the arrivals within stretches of steady rate of the recording, 1 for a Poisson process;
-            null where it is not known.
+        traced_dispersion: Index of dispersion of the arrivals within stretches of steady rate of the recording, 1 for a
+            Poisson process; null where it is not known.
         traced_dispersion_sd: Its standard deviation for a Poisson process; null with it.
     """
 
@@ -161,12 +163,13 @@ class PlannedWindow:
         rate_per_s: The same per second, over all servers.
         prompt_tokens: Their mean prompt; null without requests.
         output_tokens: Their mean output; null without requests.
-        servers: The fewest that keep its requests to the objectives at the high end of the intervals, or `servers_likely` where no number
-            does; 0 without requests; null where no number does at all.
+        servers: The fewest that keep its requests to the objectives at the high end of the intervals, or
+            `servers_likely` where no number does; 0 without requests; null where no number does at all.
         servers_likely: The fewest, if latencies are as planned.
         scaled_mean: Servers that the scaler has ready, on average over the requests; null without requests.
         scaled_most: The most that it has ready; null without requests.
-        scaled_holds: Whether the objectives hold with it; null without requests, and where no number of servers keeps to them.
+        scaled_holds: Whether the objectives hold with it; null without requests, and where no number of servers keeps
+            to them.
     """
 
     from_s: float
@@ -216,8 +219,8 @@ class ScalerPlan:
     Attributes:
         scale_up_s: Time from asking for a server to its first request.
         step: Servers come and go by as many.
-        spare_pct: Servers that it has to ask for beyond those that the load needs, in percent; the most that was tried where
-            `holds` is false.
+        spare_pct: Servers that it has to ask for beyond those that the load needs, in percent; the most that was tried
+            where `holds` is false.
         holds: Whether the objectives hold in every window that some number of servers keeps to them.
         windows_missed: Windows in which they do not.
         most: The most servers that are ready.
@@ -246,7 +249,8 @@ class DayPlan:
         requests: Requests that were planned for.
         odd: Reason to rows that were left out for it.
         window_s: Length of a window, in s.
-        servers: The fewest that carry every window at the high end of the intervals, or `servers_likely` where no number does.
+        servers: The fewest that carry every window at the high end of the intervals, or `servers_likely` where no
+            number does.
         servers_likely: The fewest, if latencies are as planned.
         binding: Number of the window that needs them, from 0.
         latencies: The objectives in that window.
@@ -295,27 +299,29 @@ class ServerPlan:
         objectives: The limits of latencies.
         load: The requests planned for, if any.
         drafts: Speculative decoding; null without.
-        servers: Servers: the fewest that keep to the objectives at the rate with latencies at the high end of their intervals, or
-            `servers_likely` where no number does; or those that were given.
+        servers: Servers: the fewest that keep to the objectives at the rate with latencies at the high end of their
+            intervals, or `servers_likely` where no number does; or those that were given.
         servers_low: The fewest, if latencies are at the low end of their intervals.
         servers_likely: The fewest, if latencies are as planned.
         rate_per_s: The rate that was given; null without one.
-        largest_rate_per_s: The largest rate at which these servers keep to the objectives; null where none does. It depends only on
-            the objectives, the servers and the arrivals.
+        largest_rate_per_s: The largest rate at which these servers keep to the objectives; null where none does. It
+            depends only on the objectives, the servers and the arrivals.
         largest_rate_low: The same with latencies at the high end of their intervals; null where none does.
         largest_rate_high: The same with latencies at the low end.
         capacity_per_s: The rate above which the queue of these servers only grows.
         capacity_low: The same with step times at the high end of their interval; null where it was not computed.
         capacity_high: The same with step times at the low end.
-        carried_per_s: Requests per second like the planned ones that as many recorded servers finished; null where that is not known.
-        knee_per_s: The rate with the largest ratio of rate to mean E2E (Kleinrock's power): beyond it latency grows faster than
-            throughput.
+        carried_per_s: Requests per second like the planned ones that as many recorded servers finished; null where that
+            is not known.
+        knee_per_s: The rate with the largest ratio of rate to mean E2E (Kleinrock's power): beyond it latency grows
+            faster than throughput.
         met: Whether the objectives hold at `at`.
         at: These servers at the rate that was given, or at the largest one.
         curve: These servers over the rates up to their capacity.
         cost_per_million_output_tokens: At `at`, in the currency of the price; null without a price.
         cost_per_million_tokens: The same with prompt tokens counted too.
-        day: The answer for a file of arrivals, hour by hour; `servers` and `servers_likely` are those that carry all of it.
+        day: The answer for a file of arrivals, hour by hour; `servers` and `servers_likely` are those that carry all of
+            it.
         notes: Assumptions behind the answer, and steps that it rests on.
     """
 

@@ -52,7 +52,8 @@ class ReplayAtSpeed:
 
     Attributes:
         slower_pct: How much longer every step takes than the model says, in percent.
-        replayed: Name of a quantity of the run's replay to its value in this one; without latencies that have no end here.
+        replayed: Name of a quantity of the run's replay to its value in this one; without latencies that have no end
+            here.
     """
 
     slower_pct: float
@@ -72,8 +73,9 @@ class RunReplay:
         reason: Why a replay is not possible; null if it is.
         queue: The queue over time; empty if scheduling times of requests are unknown.
         notes: Assumptions of the replay.
-        at_speeds: Replays at speeds that the machine had: at the one of the held-out part as a whole, between two in which it is faster
-            and slower by two standard deviations of a stretch of time; empty where the machine kept its speed.
+        at_speeds: Replays at speeds that the machine had: at the one of the held-out part as a whole, between two in
+            which it is faster and slower by two standard deviations of a stretch of time; empty where the machine kept
+            its speed.
     """
 
     run_id: str
@@ -96,18 +98,19 @@ class RunReplay:
         return _worst_pct(self.quantities, latencies)
 
     def beyond_speeds_pct(self, stretches: int, *latencies: str) -> float | None:
-        """Return how far latencies at P50 and P90 are outside the replays at speeds that the machine had, in percent; the largest.
+        """Return how far latencies at P50 and P90 are outside the replays at speeds that the machine had, in percent;
+        the largest.
 
-        A P90 comes from the slowest tenth of the time, which is one stretch or a few. A P50 comes from half of the stretches: their mean
-        speed varies less than that of one, by the root of their number.
+        A P90 comes from the slowest tenth of the time, which is one stretch or a few. A P50 comes from half of the
+        stretches: their mean speed varies less than that of one, by the root of their number.
 
         Args:
             stretches: Stretches of time of the held-out part, each with a speed of its own.
             latencies: Names without the percentile.
 
         Returns:
-            0 where the measured values are between the replayed ones; null where the machine kept its speed, or a latency has no end
-            at one of its speeds.
+            0 where the measured values are between the replayed ones; null where the machine kept its speed, or a
+            latency has no end at one of its speeds.
         """
         if not self.at_speeds:
             return None

@@ -1,4 +1,6 @@
-"""Summaries of requests: counts, failures, percentiles and throughput; `tracefit requests` prints them. Imports nothing heavy."""
+"""Summaries of requests: counts, failures, percentiles and throughput; `tracefit requests` prints them. Imports nothing
+heavy.
+"""
 
 from __future__ import annotations
 
@@ -55,14 +57,15 @@ class RecordedLoad:
     """The requests of a deployment's runs: how many a second were carried, and their lengths.
 
     Attributes:
-        carried_per_s: Most requests of mean length that one engine finished per second over `over_s`; of a sample or a shorter run, the
-            mean over all of it.
+        carried_per_s: Most requests of mean length that one engine finished per second over `over_s`; of a sample or a
+            shorter run, the mean over all of it.
         carried_together_per_s: The sum over the engines of a run, the largest of several runs.
         over_s: Time over which they are counted, in s.
         prompt_tokens: Mean prompt.
         computed_tokens: Mean prompt without tokens that were in the cache.
         output_tokens: Mean output.
-        prompt_spread: Half the width of a uniform distribution with the standard deviation of the prompts, over their mean.
+        prompt_spread: Half the width of a uniform distribution with the standard deviation of the prompts, over their
+            mean.
         output_spread: The same for the outputs.
     """
 

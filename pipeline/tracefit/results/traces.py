@@ -61,7 +61,9 @@ class IngestResult(Shown):
 
     @property
     def exit_code(self) -> int:
-        """0, or 3 when something is in quarantine: runs, rejects, implausible or unread values, dropped events, duplicates or servers of other models."""
+        """0, or 3 when something is in quarantine: runs, rejects, implausible or unread values, dropped events,
+        duplicates or servers of other models.
+        """
         troubled = any(
             r.rejects or r.implausible or r.unread or r.mixed or r.dropped_events or r.duplicate_spans
             for r in self.runs
@@ -155,7 +157,8 @@ class RunFacts:
 
     `other_scopes` counts the spans of scopes that are not read. `implausible` counts the values left out, by
     the rule they broke; `missing_attributes` is event to its attributes without a usable value in any such
-    event; `unread` are files whose requests all lack lengths or times; `models` are doubts whether all spans are of one model.
+    event; `unread` are files whose requests all lack lengths or times; `models` are doubts whether all spans are of one
+    model.
     """
 
     run_id: str
@@ -243,7 +246,8 @@ class ReceiveResult:
         files: The trace files written last, at most a thousand.
         file_count: How many were written.
         received_from: The senders heard last, as many as may be active at once; the one with the most spans is first.
-        forgotten_senders: How often another sender was forgotten after a silence, because there was no room for a new one.
+        forgotten_senders: How often another sender was forgotten after a silence, because there was no room for a new
+            one.
         forgotten_spans: Spans of these; `spans` has all.
     """
 

@@ -1,8 +1,9 @@
 """The size of a decoder and the cost of a token in it: parameters, KV bytes, FLOPs, weight bytes.
 
-A model is a list of layers, and each layer says what it does: attention over cached keys and values, a state of fixed size per
-request, dense FFNs, experts. Everything here is arithmetic on them; reading them from a configuration is the work of
-`model_config` and `model_layers`. Only matrices are counted: norms and biases are below 0.2 % of any model supported.
+A model is a list of layers, and each layer says what it does: attention over cached keys and values, a state of fixed
+size per request, dense FFNs, experts. Everything here is arithmetic on them; reading them from a configuration is the
+work of `model_config` and `model_layers`. Only matrices are counted: norms and biases are below 0.2 % of any model
+supported.
 """
 
 from __future__ import annotations
@@ -98,7 +99,9 @@ class Indexer:
 
 
 class CacheRead(NamedTuple):
-    """One kind of read of cached tokens: how far back it goes, and what a token in reach costs; that is a share where an entry stands for several."""
+    """One kind of read of cached tokens: how far back it goes, and what a token in reach costs; that is a share where
+    an entry stands for several.
+    """
 
     window: int | None
     prefill_pair_flops: float
@@ -178,7 +181,8 @@ class Attention:
         mla = self.latent
         queries = self.heads * mla.qk_head_dim
         matrices += hidden * queries if mla.q_lora_rank is None else mla.q_lora_rank * (hidden + queries)
-        # Keys without position and values are expanded from the latent; `cached_elements` is the width of the projection to it.
+        # Keys without position and values are expanded from the latent; `cached_elements` is the width of the
+        # projection to it.
         matrices += hidden * mla.cached_elements
         matrices += mla.kv_lora_rank * self.heads * (mla.qk_nope_head_dim + mla.v_head_dim)
         if self.indexer is not None:
@@ -189,7 +193,9 @@ class Attention:
         return matrices
 
     def unquantized_parameters(self, hidden: int) -> int:
-        """Return the parameters of its matrices that no method quantizes: those that make entries of several tokens, and weights of their indexer's heads."""
+        """Return the parameters of its matrices that no method quantizes: those that make entries of several tokens,
+        and weights of their indexer's heads.
+        """
         if self.compressed is None or self.compressed.ratio == 1:
             return 0
         # Vectors and their weights in an entry. Entries that an indexer chooses are of twice as many tokens, so that
@@ -211,7 +217,9 @@ class Attention:
         return self.compressed.ratio if self.compressed else 1
 
     def cached_bytes(self, kv_bytes: float) -> float:
-        """Return the bytes that one token adds to the cache: its own, for layers that read it, and its share of an entry of several."""
+        """Return the bytes that one token adds to the cache: its own, for layers that read it, and its share of an
+        entry of several.
+        """
         if not self.is_cached:
             return 0.0
         own = self.elements * kv_bytes if self._ratio > 1 else 0.0
@@ -246,7 +254,9 @@ class Attention:
         return 2 * self.heads * (self.latent.cached_elements + self.latent.kv_lora_rank)
 
     def readings(self, kv_bytes: float, tp: int) -> tuple[CacheRead, ...]:
-        """Return what it reads of the cache: keys and values in its reach, the last tokens beside entries of several, and the keys of an indexer, of all tokens."""
+        """Return what it reads of the cache: keys and values in its reach, the last tokens beside entries of several,
+        and the keys of an indexer, of all tokens.
+        """
         reaches = [n for n in (self.window, self.indexed_tokens) if n is not None]
         flops = self.prefill_pair_flops, self.decode_pair_flops
         recent = self.compressed.recent_tokens if self.compressed else 0
@@ -272,7 +282,8 @@ def _per_token(entry: CacheRead, ratio: int) -> CacheRead:
 
 @dataclass(frozen=True, slots=True)
 class LayerState:
-    """A state of fixed size per request, instead of keys and values per token: linear attention, Mamba, a short convolution.
+    """A state of fixed size per request, instead of keys and values per token: linear attention, Mamba, a short
+    convolution.
 
     Attributes:
         kind: `linear`, `mamba` or `conv`.
@@ -402,7 +413,9 @@ class ModelArchitecture:
 
     @cached_property
     def _kinds(self) -> Counter[Layer]:
-        """The different layers, and how many there are of each: sums over them take as long for a thousand layers as for one."""
+        """The different layers, and how many there are of each: sums over them take as long for a thousand layers as
+        for one.
+        """
         return Counter(self.stack)
 
     @cached_property
@@ -467,7 +480,9 @@ class ModelArchitecture:
 
     @cached_property
     def _main(self) -> Attention | None:
-        """The attention that stands for the model: the first that reads all tokens, or the first; None for a model without any."""
+        """The attention that stands for the model: the first that reads all tokens, or the first; None for a model
+        without any.
+        """
         whole = (attention for attention in self.attentions if attention.window is None)
         return next(whole, next(iter(self.attentions), None))
 
@@ -544,7 +559,9 @@ class ModelArchitecture:
         return self._main.parameters(self.hidden) if self._main else 0
 
     def ffn_parameters(self, width: int, *, hidden: int | None = None) -> int:
-        """Return the parameters of one FFN: 3 matrices when gated, 2 when not; `hidden` is the model's unless it works on another vector."""
+        """Return the parameters of one FFN: 3 matrices when gated, 2 when not; `hidden` is the model's unless it works
+        on another vector.
+        """
         return (3 if self.gated_ffn else 2) * (hidden or self.hidden) * width
 
     @property
@@ -681,7 +698,9 @@ class ModelArchitecture:
         return self._main.decode_pair_flops if self._main else 0
 
     def readings(self, tp: int) -> tuple[tuple[CacheRead, int], ...]:
-        """Return the different reads of cached tokens on `tp` ranks, each with how many there are, in order of the layers."""
+        """Return the different reads of cached tokens on `tp` ranks, each with how many there are, in order of the
+        layers.
+        """
         reads = _counted(
             (reading, n)
             for attention, n in self.attentions.items()
@@ -753,7 +772,9 @@ class ModelArchitecture:
 
     @property
     def _is_uneven(self) -> bool:
-        """Whether attentions and states do not add up to the layers, so that the other facts do not tell how many attentions there are."""
+        """Whether attentions and states do not add up to the layers, so that the other facts do not tell how many
+        attentions there are.
+        """
         return self.context_layers + self.linear_layers != self.layers
 
 

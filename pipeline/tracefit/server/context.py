@@ -41,7 +41,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RunContext:
-    """The server of one run: settings, and the model and GPU if known. The runs of a fleet share one object, which equals no other."""
+    """The server of one run: settings, and the model and GPU if known. The runs of a fleet share one object, which
+    equals no other.
+    """
 
     settings: ServerSettings
     architecture: ModelArchitecture | None = None
@@ -90,7 +92,8 @@ def read_context(
     gpu: str | None = None,
     starts: Sequence[ServerStart] = (),
 ) -> RunContext:
-    """Return the server of a run, from the run's files; the user's values win, and what the server's log says is the last resort.
+    """Return the server of a run, from the run's files; the user's values win, and what the server's log says is the
+    last resort.
 
     Args:
         run_configs: exp-config.yaml, run.yaml, a `vllm serve` command line or a server log.
@@ -100,7 +103,8 @@ def read_context(
         starts: Starts of the server in its log.
 
     Raises:
-        UsageError: A file is not valid, or two of them contradict. A configuration of a model that cannot be read is in `left_out`.
+        UsageError: A file is not valid, or two of them contradict. A configuration of a model that cannot be read is in
+            `left_out`.
     """
     given = merge(read_all_settings(run_configs), overrides)
     logged, doubts = _logged(starts, given)
@@ -136,7 +140,9 @@ _RANKS = ("tensor_parallel", "pipeline_parallel", "data_parallel")
 def _with_count(
     settings: ServerSettings, name: str, count: int, text: str | None, where: str, gpu: Gpu | None
 ) -> tuple[RunContext, tuple[str, ...]]:
-    """Return the context of a server whose GPU's name counts several (`8xH100`), and a doubt if only that name tells how many it has."""
+    """Return the context of a server whose GPU's name counts several (`8xH100`), and a doubt if only that name tells
+    how many it has.
+    """
     if count > 1 and not any(getattr(settings, ranks) for ranks in _RANKS):
         source = settings.sources.get("gpu", "given")
         counted = merge(settings_from({"tensor_parallel": count}, where="gpu", source=source), settings)
@@ -160,8 +166,8 @@ def _logged(starts: Sequence[ServerStart], given: ServerSettings) -> tuple[Serve
         return ServerSettings(), ()
     last, values = every[-1], given.values()
     doubts = [
-        f"the server was started again with other settings ({_changes(before.values(), last.values())}): record each start in a folder of its "
-        "own; the last one's settings are taken"
+        f"the server was started again with other settings ({_changes(before.values(), last.values())}): record each "
+        "start in a folder of its own; the last one's settings are taken"
         for before in every[:-1]
         if _changes(before.values(), last.values())
     ]
@@ -179,12 +185,12 @@ def _changes(before: Mapping[str, Scalar], after: Mapping[str, Scalar], *, commo
 
 
 def _unnamed(start: ServerStart, gpu: Gpu | None, settings: ServerSettings) -> ServerSettings:
-    """Return what nobody set: limits of a step as vLLM chooses them, and the blocks of the cache as the server measured it."""
+    """Return what nobody set: limits of a step as vLLM chooses them, and the blocks of the cache as the server measured
+    it.
+    """
     memory_gib = gpu.memory_gb * 1e9 / 2**30 if gpu is not None else None
     is_a100 = gpu is not None and "a100" in gpu.name.lower()
-    limits = settings_from(
-        start.defaults(memory_gib, is_a100=is_a100), where="vLLM's defaults", source="assumed"
-    )
+    limits = settings_from(start.defaults(memory_gib, is_a100=is_a100), where="vLLM's defaults", source="assumed")
     block_tokens = settings.block_size or limits.block_size or DEFAULT_BLOCK_SIZE
     blocks = start.cache_blocks or (start.cache_tokens or 0) // block_tokens
     measured = {"num_gpu_blocks": blocks or None}
@@ -241,7 +247,8 @@ def _restore_gpu(text: str | None, *, where: str) -> Gpu | None:
         listed = find_gpu(gpu.name)
     except UsageError:
         return gpu
-    # The column has only facts: a GPU of the catalogue gets its confidence back, an altered one does not. Older tables have no fp4 rate.
+    # The column has only facts: a GPU of the catalogue gets its confidence back, an altered one does not. Older tables
+    # have no fp4 rate.
     facts = {**listed.facts(), **gpu.facts(), "gpu_confidence": listed.confidence}
     return listed if listed.facts() == facts else gpu
 
@@ -253,9 +260,7 @@ def deployment_of(context: RunContext) -> Deployment:
     speculation = {name: value for name, value in settings.other.items() if name.startswith(SPECULATION)}
     parts = {
         "architecture": architecture.facts() if architecture else None,
-        "gpu": {k: v for k, v in context.gpu.facts().items() if k != "compute_tflops_fp4"}
-        if context.gpu
-        else None,
+        "gpu": {k: v for k, v in context.gpu.facts().items() if k != "compute_tflops_fp4"} if context.gpu else None,
         # An unknown GPU also distinguishes deployments.
         **({"unknown_gpu": settings.gpu} if settings.gpu and context.gpu is None else {}),
         "knobs": settings.knobs(),
@@ -277,7 +282,9 @@ _NOTABLE = 1.05
 
 
 def together(deployments: Sequence[Deployment]) -> Deployment:
-    """Return the deployment of runs of one id. Of what their servers measured, which may differ, the smallest value counts."""
+    """Return the deployment of runs of one id. Of what their servers measured, which may differ, the smallest value
+    counts.
+    """
     first = deployments[0]
     found: dict[str, list[float]] = {}
     for settings in (deployment.context.settings for deployment in deployments):

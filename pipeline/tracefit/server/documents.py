@@ -241,9 +241,7 @@ def _check_yaml_events(text: str, *, where: str) -> None:
             raise UsageError("uses YAML aliases", where=where, hint="write the values out")
         tag = getattr(event, "tag", None)
         if tag is not None:
-            raise UsageError(
-                f"uses the YAML tag {excerpt(tag)!r}", where=where, hint="write the value without it"
-            )
+            raise UsageError(f"uses the YAML tag {excerpt(tag)!r}", where=where, hint="write the value without it")
         depth += isinstance(event, yaml.CollectionStartEvent)
         depth -= isinstance(event, yaml.CollectionEndEvent)
         if depth > MAX_NESTING:

@@ -114,23 +114,29 @@ class Gpu(GpuValues):
 _VALUE_FIELDS = tuple(field.name for field in fields(GpuValues) if field.name != "name")
 
 
-# Columns: name, source, TFLOPS at fp16, fp8 and fp4, memory in GB and GB/s, link in GB/s, multiprocessors; "-" means that the GPU
-# has none, or that it is not published. Then what its names are made of, see `_Spelling`.
+# Columns: name, source, TFLOPS at fp16, fp8 and fp4, memory in GB and GB/s, link in GB/s, multiprocessors; "-" means
+# that the GPU has none, or that it is not published. Then what its names are made of, see `_Spelling`.
 #
 # Sources:
 # - sheet: the vendor's datasheet, with dense rates (half of a rate "with sparsity"). The particular ones:
-#   - RTX 3090, 4090, 5090, A6000, 6000 Ada, PRO 6000 and PRO 6000 Max-Q: NVIDIA's architecture whitepapers (GA102, Ada, RTX Blackwell, RTX
+#   - RTX 3090, 4090, 5090, A6000, 6000 Ada, PRO 6000 and PRO 6000 Max-Q: NVIDIA's architecture whitepapers (GA102, Ada,
+# RTX Blackwell, RTX
 #     Blackwell PRO), with sums in fp32, as inference uses them.
 #   - RTX PRO 6000 Server Edition: its product page, 1, 2 and 4 PFLOPS with sparsity, and its datasheet for the memory.
 #   - T4: the appendix of the Turing whitepaper. GH200: its datasheet, for HBM3 and HBM3e.
-#   - B200, GB200, B300 and GB300: the sheets of HGX B200, GB200 NVL72, HGX B300 and GB300 NVL72, divided by their GPUs; those of B300 omit the
+#   - B200, GB200, B300 and GB300: the sheets of HGX B200, GB200 NVL72, HGX B300 and GB300 NVL72, divided by their GPUs;
+# those of B300 omit the
 #     multiprocessors in use. Rates at fp4 without sparsity are 72, 720, 108 and 1080 PFLOPS there.
 #   - H800 and A800: the datasheets for China, which are those of H100 and A100 except the links.
 #   - MI300A: its datasheet; the link is the sum of two links to each of three others (CDNA 3 white paper).
-# - tables: no dense rate of the vendor's. A10G: the tables of serving simulators, which disagree with the datasheet. L20: NVIDIA publishes no
-#   sheet of it; databases of GPUs agree on 48 GB, 864 GB/s, 92 multiprocessors and 59.4 TFLOPS at fp32. The rates are twice and four times
-#   that, as in the sheet of the L40 and in the tables of xDiT and FLUX. GB10: NVIDIA's sheet of DGX Spark has the memory, 273 GB/s and
-#   1 PFLOPS at fp4 with sparsity; the others follow from the ratio 4:2:1 of the RTX Blackwell PRO whitepaper, and measured rates lie below.
+# - tables: no dense rate of the vendor's. A10G: the tables of serving simulators, which disagree with the datasheet.
+# L20: NVIDIA publishes no
+#   sheet of it; databases of GPUs agree on 48 GB, 864 GB/s, 92 multiprocessors and 59.4 TFLOPS at fp32. The rates are
+# twice and four times
+#   that, as in the sheet of the L40 and in the tables of xDiT and FLUX. GB10: NVIDIA's sheet of DGX Spark has the
+# memory, 273 GB/s and
+#   1 PFLOPS at fp4 with sparsity; the others follow from the ratio 4:2:1 of the RTX Blackwell PRO whitepaper, and
+# measured rates lie below.
 # - both: the datasheet and tables of serving simulators, which agree.
 #
 # The first of the rows that a name fits counts: the bare name means the SXM board, and for the A100 the one with 80 GB.
@@ -185,15 +191,14 @@ MI350X               sheet    2307    4614   9227  288  8000  1075  256  mi350x 
 MI355X               sheet    2517    5033  10066  288  8000  1075  256  mi355x / oam vf hbm3e 288
 """
 
-# Drivers put the maker before the model, labels may have the shop: `NVIDIA H100 80GB HBM3`, `Tesla V100-SXM2-16GB`, `nvidia.com/gpu`.
+# Drivers put the maker before the model, labels may have the shop: `NVIDIA H100 80GB HBM3`, `Tesla V100-SXM2-16GB`,
+# `nvidia.com/gpu`.
 _MAKERS = re.compile(r"^(?:nvidia(?:com)?|tesla|geforce|quadro|amd(?:com)?|instinct|radeon|corporation)+")
 
 _AROUND = ("gpus?", "shared", "tensorcore", "accelerator", "vws", "nvidia", "amd")
 """Words beside the model that say nothing of it; time-slicing appends `-SHARED`."""
 
-_SIGN_SPELLINGS = str.maketrans(
-    {"\N{MULTIPLICATION SIGN}": "x", "\N{REGISTERED SIGN}": "", "\N{TRADE MARK SIGN}": ""}
-)
+_SIGN_SPELLINGS = str.maketrans({"\N{MULTIPLICATION SIGN}": "x", "\N{REGISTERED SIGN}": "", "\N{TRADE MARK SIGN}": ""})
 
 
 def _key(name: str) -> str:
@@ -203,7 +208,8 @@ def _key(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Spelling:
-    """How the names of a GPU are made: the model, then any of some words and memory sizes in any order, as patterns over `_key`.
+    """How the names of a GPU are made: the model, then any of some words and memory sizes in any order, as patterns
+    over `_key`.
 
     A name with any other word is of another GPU: no name counts for a part of it.
     """
@@ -278,11 +284,14 @@ _WITH_MIG = (
     "RTX-PRO-6000",
 )
 _TOLERANCES = (0.4, 1.2)
-"""Parts of memory by which the size in the name of a slice, or of the whole GPU as a slice, is off at most: it is rounded, and leaves out reserved memory."""
+"""Parts of memory by which the size in the name of a slice, or of the whole GPU as a slice, is off at most: it is
+rounded, and leaves out reserved memory."""
 
 
 def _sliced(gpu: Gpu, profile: re.Match[str]) -> Gpu | None:
-    """Return a MIG slice as a GPU with its share of compute, memory and bandwidth; null if the GPU has no such slice."""
+    """Return a MIG slice as a GPU with its share of compute, memory and bandwidth; null if the GPU has no such
+    slice.
+    """
     instance, compute, memory_gb = (int(part) if part else None for part in profile.groups())
     most_compute, most_memory = _MIG_PARTS.get(gpu.name, _MOST_MIG_PARTS)
     if compute is None or memory_gb is None or compute > most_compute or not gpu.name.startswith(_WITH_MIG):
@@ -293,9 +302,7 @@ def _sliced(gpu: Gpu, profile: re.Match[str]) -> Gpu | None:
         return None
     # A compute instance has a part of its slice's compute, and all of its memory.
     share = (instance or compute) / most_compute
-    rates = {
-        key: getattr(gpu, key) for key in ("compute_tflops_fp16", "compute_tflops_fp8", "compute_tflops_fp4")
-    }
+    rates = {key: getattr(gpu, key) for key in ("compute_tflops_fp16", "compute_tflops_fp8", "compute_tflops_fp4")}
     label = f"{instance}c." if instance else ""
     return replace(
         gpu,
@@ -353,8 +360,9 @@ def find_gpus(name: str) -> tuple[Gpu, int]:
 def find_gpu(name: str) -> Gpu:
     """Return a GPU of the catalogue by its name, a common alias, the driver's name, or a cloud's label.
 
-    Letter case, spaces and dashes do not matter; maker, form, memory and a count may surround the model: `H100`, `h100 sxm`,
-    `NVIDIA H100 80GB HBM3`, `nvidia-h100-mega-80gb`, `8xH100`. A MIG slice has its own memory and share of the rates.
+    Letter case, spaces and dashes do not matter; maker, form, memory and a count may surround the model: `H100`, `h100
+    sxm`, `NVIDIA H100 80GB HBM3`, `nvidia-h100-mega-80gb`, `8xH100`. A MIG slice has its own memory and share of the
+    rates.
 
     Raises:
         UnknownGpuError: No such GPU; the line names the closest and all models of the catalogue.
@@ -366,12 +374,13 @@ def _unknown(name: str) -> UnknownGpuError:
     if _SLICE.search(name[:_MOST_NAME_CHARS].lower()):
         return UnknownGpuError(
             f"GPU {excerpt(name)!r} is not known",
-            hint="a MIG slice is known by its GPU and its profile, such as H100-SXM MIG 1g.10gb; or give a JSON file that describes it",
+            hint=(
+                "a MIG slice is known by its GPU and its profile, such as H100-SXM MIG 1g.10gb; or give a JSON "
+                "file that describes it"
+            ),
         )
     # Cut: matching takes time with the square of the length.
-    names = {
-        _key(name): gpu for name, gpu in (*_GPU_FAMILIES.items(), *zip(CATALOGUE, CATALOGUE, strict=True))
-    }
+    names = {_key(name): gpu for name, gpu in (*_GPU_FAMILIES.items(), *zip(CATALOGUE, CATALOGUE, strict=True))}
     close = difflib.get_close_matches(_key(name)[:_MAX_NAME_CHARS], names, n=_SUGGESTIONS, cutoff=0.6)
     meant = dict.fromkeys(names[key] for key in close)
     suggestion = f"did you mean {' or '.join(meant)}? " if meant else ""
@@ -385,7 +394,8 @@ def read_gpu(path: Path) -> Gpu:
     """Read a GPU of the user from a JSON file.
 
     The file holds one object with `memory_bandwidth_gb_s`, `compute_tflops_fp16`, `memory_gb` and `sm_count`
-    and optionally `compute_tflops_fp8`, `compute_tflops_fp4`, `link_gb_s` and `name`; or a mapping of one name to such an object.
+    and optionally `compute_tflops_fp8`, `compute_tflops_fp4`, `link_gb_s` and `name`; or a mapping of one name to such
+    an object.
 
     Raises:
         UsageError: The file cannot be read, lacks a value, or holds one that is not a finite positive number.

@@ -1,10 +1,10 @@
 """Read a model's configuration into a `ModelArchitecture`: any decoder, quantized or not, by its keys.
 
 Experts, grouped heads, latent attention, windows, states and what each layer has of them are recognised by their keys
-(`model_layers`). A value that the config does not state is either refused (one line that names the key) or, where its family or
-vLLM defines it, filled in and listed in `ModelArchitecture.assumed`, together with the assumptions about an unknown family.
-`as_served` applies the options by which a server overrides the config: data types, and quantization, which
-makes weights smaller.
+(`model_layers`). A value that the config does not state is either refused (one line that names the key) or, where its
+family or vLLM defines it, filled in and listed in `ModelArchitecture.assumed`, together with the assumptions about an
+unknown family. `as_served` applies the options by which a server overrides the config: data types, and quantization,
+which makes weights smaller.
 """
 
 from __future__ import annotations
@@ -89,9 +89,7 @@ def _architecture(document: Document, *, where: str, name: str | None) -> ModelA
         gated_ffn=config.family not in UNGATED,
         vocabulary=config.required(*VOCABULARY, most=MOST_MATRIX_ROWS),
         tied_embeddings=_tied(config),
-        learned_positions=0
-        if positions is None
-        else config.required(*POSITIONS, most=MOST_MATRIX_ROWS) + positions,
+        learned_positions=0 if positions is None else config.required(*POSITIONS, most=MOST_MATRIX_ROWS) + positions,
         lookups=stack.lookups,
         dtype=dtype,
         dtype_bytes=size,

@@ -1,7 +1,7 @@
 """Look up the keys of a model's configuration: the part that describes the text model, spellings, defaults, and bounds.
 
-Configurations come in several forms: Hugging Face's `config.json`, with the text model at the top or in a section, and Mistral's
-`params.json`. `open_config` finds the text model and brings its keys to one level; `Config` reads them.
+Configurations come in several forms: Hugging Face's `config.json`, with the text model at the top or in a section, and
+Mistral's `params.json`. `open_config` finds the text model and brings its keys to one level; `Config` reads them.
 """
 
 from __future__ import annotations
@@ -70,14 +70,12 @@ ONLY_STATES = frozenset(["falcon_mamba", "mamba", "mamba2"])
 DOUBLE = frozenset(["longcat_flash"])
 """Each layer has two attentions and two dense FFNs, and experts beside them."""
 
-LIGHTNING = frozenset(
-    ["minimax", "minimax_m1", "minimax_text_01", "bailing_moe_linear", "bailing_moe_v2_linear"]
-)
+LIGHTNING = frozenset(["minimax", "minimax_m1", "minimax_text_01", "bailing_moe_linear", "bailing_moe_v2_linear"])
 """States are those of lightning attention, with the heads of the other layers' attention."""
 
 COMPRESSED = frozenset(["deepseek_v4"])
-"""Each layer has attention in a window, and most read entries of several tokens too. Sources: transformers' `modeling_deepseek_v4`, vLLM's
-`deepseek_v4_attention` and `deepseek_compressor`."""
+"""Each layer has attention in a window, and most read entries of several tokens too. Sources: transformers'
+`modeling_deepseek_v4`, vLLM's `deepseek_v4_attention` and `deepseek_compressor`."""
 
 SINGLE_PART = frozenset(["nemotron_h"])
 """Each layer is one part: a state, attention, an FFN or experts."""
@@ -242,9 +240,7 @@ class Config:
             self._assume(f"{keys[0]} {usual} assumed: {keys[0]} is absent")
         return usual if value is None else value
 
-    def per_layer(
-        self, layers: int, *keys: str, least: int = 1, most: int = MOST_WIDTH
-    ) -> tuple[int, ...] | None:
+    def per_layer(self, layers: int, *keys: str, least: int = 1, most: int = MOST_WIDTH) -> tuple[int, ...] | None:
         """Return a whole number for each layer, from a list of them or one number for all; None if no key states it."""
         stated = self.find(*keys)
         if stated is not None and isinstance(stated[1], list) and len(stated[1]) == layers:
@@ -315,9 +311,7 @@ def open_config(document: Document, *, where: str) -> Config:
             hint="give the config.json of the model",
         )
     document = {key: _unquoted(key, value) for key, value in document.items()}
-    inner = _flat(
-        next((part for path in _CONFIG_SECTIONS if (part := _at(document, path)) is not None), document)
-    )
+    inner = _flat(next((part for path in _CONFIG_SECTIONS if (part := _at(document, path)) is not None), document))
     # The type of the text model comes first: it says more than the wrapper's.
     named = inner.get("model_type") or document.get("model_type")
     if named is None and "dim" in inner:
@@ -327,7 +321,8 @@ def open_config(document: Document, *, where: str) -> Config:
     if config.family not in KNOWN:
         _check_usual(config)
         config.assumed.append(
-            f"model_type {excerpt(model_type)} is not known: read by its keys as a usual decoder (gated FFNs, rotary positions)"
+            f"model_type {excerpt(model_type)} is not known: read by its keys as a usual decoder (gated FFNs, rotary "
+            "positions)"
         )
     return config
 
@@ -342,9 +337,7 @@ def _check_usual(config: Config) -> None:
         UnknownModelError: Its name or activation says that its layers may not be those of a usual decoder.
     """
     if _UNUSUAL_FAMILY.search(config.family):
-        raise config.not_understood(
-            f"model_type {config.model_type}", "is of a family whose layers are not read"
-        )
+        raise config.not_understood(f"model_type {config.model_type}", "is of a family whose layers are not read")
     activation = config.get("hidden_act")
     if isinstance(activation, str) and not _GATED_ACTIVATIONS.search(activation.lower()):
         raise config.not_understood(
@@ -426,9 +419,7 @@ _SHOWS_STATES = re.compile(
 )
 """Keys that size a state per request."""
 
-_SHOWS_EXPERTS = re.compile(
-    r"experts?$|experts_(num|count)|expert_(num|count)|moe_(freq|every|layers|period)"
-)
+_SHOWS_EXPERTS = re.compile(r"experts?$|experts_(num|count)|expert_(num|count)|moe_(freq|every|layers|period)")
 """Keys that say how many experts there are, or in which layers."""
 
 _HARMLESS = re.compile(

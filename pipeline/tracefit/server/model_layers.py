@@ -1,8 +1,8 @@
 """Read what each layer of a model does from the keys of its configuration.
 
-Families say in their own keys which layers have attention, a window, a state, experts: a list of names, a string with a letter
-per layer, a period and an offset, a list of layers. `read_layers` reads all of these into one list of layers. Where a
-configuration shows kinds of layers that it cannot read, it refuses: the sizes would be wrong.
+Families say in their own keys which layers have attention, a window, a state, experts: a list of names, a string with a
+letter per layer, a period and an offset, a list of layers. `read_layers` reads all of these into one list of layers.
+Where a configuration shows kinds of layers that it cannot read, it refuses: the sizes would be wrong.
 """
 
 from __future__ import annotations
@@ -212,9 +212,7 @@ _STATE_KINDS = frozenset(
     {"linear_attention", "mamba", "mamba2", "conv", "kda", "gated_deltanet", "lightning_attention"}
 )
 # Which tokens sparse attention reads is in the keys of its indexer.
-_FULL_KINDS = frozenset(
-    {"full_attention", "attention", "global", "global_attention", "deepseek_sparse_attention"}
-)
+_FULL_KINDS = frozenset({"full_attention", "attention", "global", "global_attention", "deepseek_sparse_attention"})
 _LAYER_KINDS = _STATE_KINDS | _FULL_KINDS | _WINDOW_KEYS.keys() | _PART_MIXES.keys()
 
 
@@ -275,9 +273,7 @@ def _of_names(config: Config, key: str, count: int) -> _Kinds:
             hint=f"supported: {', '.join(sorted(_LAYER_KINDS))}",
         )
     windows = {
-        kind: config.required(window, most=MOST_MATRIX_ROWS)
-        for kind, window in _WINDOW_KEYS.items()
-        if kind in used
+        kind: config.required(window, most=MOST_MATRIX_ROWS) for kind, window in _WINDOW_KEYS.items() if kind in used
     }
     mixes = [
         _STATE
@@ -302,9 +298,7 @@ def _of_ones(config: Config, key: str, count: int) -> _Kinds:
 def _of_windowed(config: Config, key: str, count: int) -> _Kinds:
     """MiMo: 1 is a window, 0 full attention."""
     ones = config.integers(key, least=0, most=1, length=count) or ()
-    window = (
-        config.required("sliding_window", "sliding_window_size", most=MOST_MATRIX_ROWS) if any(ones) else None
-    )
+    window = config.required("sliding_window", "sliding_window_size", most=MOST_MATRIX_ROWS) if any(ones) else None
     return _Kinds([_Mix(True, window if one else None) for one in ones])
 
 
@@ -493,7 +487,9 @@ def _attentions(config: Config, hidden: int, count: int) -> Callable[[int, int |
 def _compressed(
     config: Config, heads: Sequence[int], kv_heads: Sequence[int], head_dim: int
 ) -> Callable[[int, int | None], Attention]:
-    """DeepSeek-V4: one vector is key and value; most layers read entries of several tokens, all or the chosen ones, beside a window."""
+    """DeepSeek-V4: one vector is key and value; most layers read entries of several tokens, all or the chosen ones,
+    beside a window.
+    """
     kinds = _compressed_kinds(config, len(heads))
     rates = config.section("compress_rates")
     ratios = {
@@ -736,9 +732,7 @@ def _experts(config: Config, count: int, kinds: _Kinds) -> list[Experts | None]:
 
     def experts_of(i: int) -> Experts:
         if per_token[i] > numbers[i] + idle:
-            raise config.fault(
-                f"num_experts_per_tok {per_token[i]} is more than the {numbers[i]} experts there are"
-            )
+            raise config.fault(f"num_experts_per_tok {per_token[i]} is more than the {numbers[i]} experts there are")
         # Tokens choose idle experts as often as others, as far as the configuration says.
         visited = max(1, round(per_token[i] * numbers[i] / (numbers[i] + idle)))
         return Experts(
@@ -775,14 +769,8 @@ def _moe_layer_ids(config: Config, count: int) -> Sequence[int]:
     if (text := config.get("moe_layers_enum")) is not None:
         return _enumerated(config, text, count)
     if (types := config.get("mlp_layer_types")) is not None:
-        if (
-            not isinstance(types, list)
-            or len(types) != count
-            or not all(t in ("dense", *_SPARSE) for t in types)
-        ):
-            raise config.not_understood(
-                "mlp_layer_types", f"must be a list of {count} names, dense or sparse"
-            )
+        if not isinstance(types, list) or len(types) != count or not all(t in ("dense", *_SPARSE) for t in types):
+            raise config.not_understood("mlp_layer_types", f"must be a list of {count} names, dense or sparse")
         return [i for i, kind in enumerate(types) if kind in _SPARSE]
     if config.get("expert_layer_period") is not None:
         chosen = _periodic(config, "expert_layer_period", "expert_layer_offset", count)
@@ -801,19 +789,13 @@ def _moe_layer_ids(config: Config, count: int) -> Sequence[int]:
     else:
         every = config.integer("moe_layer_freq") or 1
         ones = [int(i % every == 0) for i in range(count)]
-    return [
-        i for i in range(first, min(count, last + 1)) if i not in dense and (i + 1) % step == 0 and ones[i]
-    ]
+    return [i for i in range(first, min(count, last + 1)) if i not in dense and (i + 1) % step == 0 and ones[i]]
 
 
 def _enumerated(config: Config, text: object, count: int) -> Sequence[int]:
     """Step: numbers of layers in a text."""
     parts = text.split(",") if isinstance(text, str) else []
-    numbers = {
-        int(part)
-        for part in parts
-        if part.strip().isdecimal() and len(part) < len(str(MOST_MODEL_LAYERS)) + 4
-    }
+    numbers = {int(part) for part in parts if part.strip().isdecimal() and len(part) < len(str(MOST_MODEL_LAYERS)) + 4}
     # Layers of multi-token prediction are beyond the last.
     if not parts or len(numbers) != len(parts):
         raise config.not_understood("moe_layers_enum", "must be numbers of layers, separated by commas")
@@ -862,11 +844,13 @@ def _stated_widths(config: Config, hidden: int, count: int, has_experts: bool) -
 
 
 def _beside(config: Config, hidden: int, count: int) -> tuple[int, int, int]:
-    """Return what Gemma 3n and 4 and DeepSeek-V4 have beside attention and FFNs: parameters of each layer, of the model, and of lookups.
+    """Return what Gemma 3n and 4 and DeepSeek-V4 have beside attention and FFNs: parameters of each layer, of the
+    model, and of lookups.
 
-    Every layer has an embedding of its own, which two matrices join to the hidden vector, and a matrix from it; Gemma 3n also has a
-    low-rank matrix beside attention, and makes several hidden vectors of one and one of several. DeepSeek-V4 has several hidden vectors:
-    a matrix before attention and one before the experts give weights to join, divide and mix them, and a last one to join them.
+    Every layer has an embedding of its own, which two matrices join to the hidden vector, and a matrix from it; Gemma
+    3n also has a low-rank matrix beside attention, and makes several hidden vectors of one and one of several.
+    DeepSeek-V4 has several hidden vectors: a matrix before attention and one before the experts give weights to join,
+    divide and mix them, and a last one to join them.
     """
     if config.family in COMPRESSED:
         several = config.required("hc_mult", most=64)
@@ -874,9 +858,7 @@ def _beside(config: Config, hidden: int, count: int) -> tuple[int, int, int]:
     width = config.integer("hidden_size_per_layer_input", least=0) or 0
     rank = config.integer("laurel_rank", least=0) or 0
     copies = config.integer("altup_num_inputs", least=0, most=64) or 1
-    lookups = (
-        width * count * config.required("vocab_size_per_layer_input", most=MOST_MATRIX_ROWS) if width else 0
-    )
+    lookups = width * count * config.required("vocab_size_per_layer_input", most=MOST_MATRIX_ROWS) if width else 0
     return 3 * hidden * width + 2 * hidden * rank, 2 * (copies - 1) * hidden * hidden, lookups
 
 
@@ -891,7 +873,9 @@ _BLOCK_KEYS = {
 
 
 def _blocks(config: Config, hidden: int, count: int) -> Stack:
-    """DeciLM, of Nemotron-Super and -Ultra: a section for each layer, whose attention or FFN may be gone or one matrix."""
+    """DeciLM, of Nemotron-Super and -Ultra: a section for each layer, whose attention or FFN may be gone or one
+    matrix.
+    """
     blocks = config.get("block_configs")
     if not isinstance(blocks, list) or len(blocks) != count:
         raise config.fault(f"block_configs must be a list of {count} objects, one per layer")
@@ -907,15 +891,11 @@ def _blocks(config: Config, hidden: int, count: int) -> Stack:
             group = attention.integer("n_heads_in_group", most=MOST_HEADS)
             kv_heads = heads // group if group else attention.required("num_key_value_heads", most=MOST_HEADS)
             if not kv_heads or heads % kv_heads:
-                raise config.fault(
-                    f"block_configs: {kv_heads} KV heads do not divide {heads} attention heads"
-                )
+                raise config.fault(f"block_configs: {kv_heads} KV heads do not divide {heads} attention heads")
             window = attention.integer("window_length", most=MOST_MATRIX_ROWS)
             attentions = (Attention(heads=heads, kv_heads=kv_heads, head_dim=head_dim, window=window),)
         has_ffn = not (ffn.flag("no_op") or ffn.flag("replace_with_linear"))
-        layers.append(
-            Layer(attentions=attentions, ffns=(_ffn_width(ffn, hidden),) if has_ffn else (), other=other)
-        )
+        layers.append(Layer(attentions=attentions, ffns=(_ffn_width(ffn, hidden),) if has_ffn else (), other=other))
     return Stack(tuple(layers), next((layer.ffns[0] for layer in layers if layer.ffns), 0))
 
 
@@ -926,9 +906,7 @@ def _part(block: Config, name: str) -> Config:
     for key, value in part.inner.items():
         # Experts, state spaces and sinks of newer files.
         if value and key not in _BLOCK_KEYS[name]:
-            raise block.not_understood(
-                f"block_configs {name} {key}", "is not understood, and describes layers"
-            )
+            raise block.not_understood(f"block_configs {name} {key}", "is not understood, and describes layers")
     return part
 
 
@@ -936,11 +914,7 @@ def _ffn_width(ffn: Config, hidden: int) -> int:
     factor = ffn.get("ffn_mult")
     if factor is None:
         return ffn.required("intermediate_size")
-    if (
-        not isinstance(factor, int | float)
-        or isinstance(factor, bool)
-        or not 0 < factor < MOST_WIDTH / hidden
-    ):
+    if not isinstance(factor, int | float) or isinstance(factor, bool) or not 0 < factor < MOST_WIDTH / hidden:
         raise ffn.fault(f"block_configs: ffn_mult {excerpt(factor)} cannot be")
     # The class's own rounding, to a multiple of 256.
     return 256 * -(-int(2 * factor * hidden / 3) // 256)

@@ -1,7 +1,8 @@
 """Read how many bytes the weights of a quantized model take, by kind of matrix, from its configuration.
 
-A method has one width for all matrices, and rules for some modules: lists of modules that are left as they are, or with a width of
-their own, by name, wildcard or regular expression. The rules are matched against the names that modules of such layers have.
+A method has one width for all matrices, and rules for some modules: lists of modules that are left as they are, or with
+a width of their own, by name, wildcard or regular expression. The rules are matched against the names that modules of
+such layers have.
 """
 
 from __future__ import annotations
@@ -76,9 +77,7 @@ def bytes_of_dtype(dtype: str, *, key: str, where: str | None = None) -> float:
     """
     size = DTYPE_BYTES.get(dtype)
     if size is None:
-        raise UsageError(
-            f"{key} {dtype[:40]!r} is not known", where=where, hint=f"one of {', '.join(DTYPE_BYTES)}"
-        )
+        raise UsageError(f"{key} {dtype[:40]!r} is not known", where=where, hint=f"one of {', '.join(DTYPE_BYTES)}")
     return size
 
 
@@ -119,8 +118,9 @@ def quantized(method: str, size: float | None) -> Weights:
 def quantization_of(config: Config, layers: Sequence[Layer], dtype_bytes: float) -> Weights:
     """Read the `quantization_config` section.
 
-    Bits come from `bits` (GPTQ, AWQ, EXL3, auto-round), `config_groups.*.weights.num_bits` (compressed-tensors, the widest group),
-    `load_in_4bit`/`load_in_8bit` (bitsandbytes), the name of a data type (Quark) or of a class (torchao), or the method's name.
+    Bits come from `bits` (GPTQ, AWQ, EXL3, auto-round), `config_groups.*.weights.num_bits` (compressed-tensors, the
+    widest group), `load_in_4bit`/`load_in_8bit` (bitsandbytes), the name of a data type (Quark) or of a class
+    (torchao), or the method's name.
     """
     section = next((s for key in _QUANTIZATION_SECTIONS if (s := config.get(key)) is not None), None)
     if section is None:
@@ -152,9 +152,7 @@ def quantization_of(config: Config, layers: Sequence[Layer], dtype_bytes: float)
     # The rate of matrix products changes only if activations are 8-bit floats too.
     groups = [_part(group, "input_activations") for group in _groups(section)]
     quark = _part(_part(section, "global_quant_config"), "input_tensors")
-    if any(a.get("num_bits") == 8 and a.get("type") == "float" for a in groups) or _is_fp8(
-        quark.get("dtype")
-    ):
+    if any(a.get("num_bits") == 8 and a.get("type") == "float" for a in groups) or _is_fp8(quark.get("dtype")):
         weights["fp8_compute"] = True
     return weights
 
@@ -202,14 +200,18 @@ def _groups(section: Document) -> Iterator[Document]:
 
 
 def _targets(group: Document) -> list[str]:
-    """Return the modules that a group is for, by name or expression; none if it is for a class of them, such as Linear."""
+    """Return the modules that a group is for, by name or expression; none if it is for a class of them, such as
+    Linear.
+    """
     listed = group.get("targets")
     names = [t for t in listed if isinstance(t, str)] if isinstance(listed, list) else []
     return [name for name in names if name.startswith("re:") or "." in name or "*" in name]
 
 
 def _size_of_part(part: Document, *, where: str) -> float | None:
-    """Return the bytes of a number that a section describes by its bits or data type, with the scales of 4-bit floats."""
+    """Return the bytes of a number that a section describes by its bits or data type, with the scales of 4-bit
+    floats.
+    """
     bits = next((b for key in _BITS if (b := _bits(part, key, where=where)) is not None), None)
     is_float = part.get("type") == "float" or "fp" in str(part.get("data_type")).lower()
     dtype = part.get("dtype")
@@ -238,7 +240,9 @@ _TORCHAO = re.compile(r"(nv|mx)?(?:u?int|fp|float)_?([1-8])_?weight", re.IGNOREC
 
 
 def _torchao_bytes(quant_type: object) -> float | None:
-    """Return the bytes of a weight by the name of torchao's class or function: Int4WeightOnlyConfig, int8_weight_only."""
+    """Return the bytes of a weight by the name of torchao's class or function: Int4WeightOnlyConfig,
+    int8_weight_only.
+    """
     if isinstance(quant_type, Mapping):
         inner = quant_type.get("default", quant_type)
         named = inner.get("_type") if isinstance(inner, Mapping) else inner
@@ -290,7 +294,9 @@ def _rules(section: Document, dtype_bytes: float, *, where: str) -> Iterator[_Ru
 
 
 def _rules_of_methods(section: Document, dtype_bytes: float, *, where: str) -> Iterator[_Rule]:
-    """Yield the rules of ModelOpt, which lists every module of a mixed checkpoint, and of methods that list those that differ."""
+    """Yield the rules of ModelOpt, which lists every module of a mixed checkpoint, and of methods that list those that
+    differ.
+    """
     for name, part in _named(section, "quantized_layers"):
         yield _Rule(name, _NVFP4 if "FP4" in str(part.get("quant_algo")).upper() else 1.0)
     for name, part in _named(section, "layer_quant_config"):  # Quark
@@ -360,7 +366,8 @@ _MATRICES: Mapping[str, tuple[tuple[str, ...], tuple[tuple[str, ...], ...]]] = {
         _PROJECTIONS,
     ),
 }
-"""Where the modules of a kind are in a layer, and the sets of matrices that they are made of, by the field they change."""
+"""Where the modules of a kind are in a layer, and the sets of matrices that they are made of, by the field they
+change."""
 
 _OF_GEMMA_4 = {
     "ffn_weight_bytes": (("mlp",), _PROJECTIONS),
@@ -408,7 +415,8 @@ def _by_rules(
 ) -> Weights:
     """Return the bytes of each kind of matrix with the rules applied: the mean over the layers that have it.
 
-    A layer has the width of a rule if the rules cover all of its matrices of the kind; one matrix of several changes nothing.
+    A layer has the width of a rule if the rules cover all of its matrices of the kind; one matrix of several changes
+    nothing.
     """
     changed: dict[str, float] = {}
     if not rules:
@@ -435,7 +443,9 @@ class _Matcher:
     """Rules, sorted by the layers that they are for."""
 
     def __init__(self, rules: Sequence[_Rule], count: int) -> None:
-        """Sort the rules: exact names and wildcards of numbered layers, and expressions, which are matched with all names at once."""
+        """Sort the rules: exact names and wildcards of numbered layers, and expressions, which are matched with all
+        names at once.
+        """
         self.of_layer: dict[int, dict[str, float]] = {}
         self.of_all: dict[str, float] = {}
         self.expressions: list[_Rule] = []
@@ -450,9 +460,9 @@ class _Matcher:
             self.expressions.append(rule._replace(pattern=rule.pattern[3:]))
             return
         if (numbered := _NUMBERED.match(rule.pattern)) is None:
-            self.of_all[
-                rule.pattern.removesuffix("*").removesuffix(".").removeprefix("*").removeprefix(".")
-            ] = rule.size
+            self.of_all[rule.pattern.removesuffix("*").removesuffix(".").removeprefix("*").removeprefix(".")] = (
+                rule.size
+            )
             if "*" in rule.pattern.strip("*."):
                 self.expressions.append(rule._replace(pattern=_expression_of(rule.pattern)))
             return
@@ -487,16 +497,14 @@ class _Matcher:
     def _match(self, name: str) -> dict[int, float]:
         """Return the bytes that expressions state for one module of each layer, by layer.
 
-        The expressions come from a file. The library that matches them takes time in proportion to the text, for any expression; one
-        that it does not know matches nothing.
+        The expressions come from a file. The library that matches them takes time in proportion to the text, for any
+        expression; one that it does not know matches nothing.
         """
         if not self.expressions:
             return {}
         names = pl.DataFrame({"layer": range(self.count)}).select(
             "layer",
-            name=pl.concat_list(
-                pl.format(prefix + "layers.{}." + name, "layer") for prefix in _MODULE_PREFIXES
-            ),
+            name=pl.concat_list(pl.format(prefix + "layers.{}." + name, "layer") for prefix in _MODULE_PREFIXES),
         )
         found: dict[int, float] = {}
         exploded = names.explode("name")

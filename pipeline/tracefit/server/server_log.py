@@ -1,8 +1,9 @@
-"""A server as vLLM's log describes it at each start: its arguments, the engine's configuration, the size of the KV cache.
+"""A server as vLLM's log describes it at each start: its arguments, the engine's configuration, the size of the KV
+cache.
 
-`non-default args: {'max_num_seqs': 64, …}` has what was asked for, `Initializing a V1 LLM engine (v0.32.0) with config: …,
-max_seq_len=2048, tensor_parallel_size=1, …` what the engine made of it. Neither names the limits of a step if they are the defaults,
-which depend on the device.
+`non-default args: {'max_num_seqs': 64, …}` has what was asked for, `Initializing a V1 LLM engine (v0.32.0) with config:
+…, max_seq_len=2048, tensor_parallel_size=1, …` what the engine made of it. Neither names the limits of a step if they
+are the defaults, which depend on the device.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ _LITERAL = r"(-?\d{1,18}(?:\.\d{1,18})?(?:[eE][+-]?\d{1,3})?|True|False|None|'[^
 _DICT_ITEM = re.compile(rf"'(\w+)':\s*{_LITERAL}\s*(?=[,}}])")
 _NAMESPACE_ITEM = re.compile(rf"\b(\w+)={_LITERAL}\s*(?=,|$)")
 _BUDGET = re.compile(
-    r"Chunked prefill is enabled with max_num_batched_tokens=(\d{1,9})\b|'compile_ranges_endpoints': \[(?:\d{1,9}, ){0,20}(\d{1,9})\]"
+    r"Chunked prefill is enabled with max_num_batched_tokens=(\d{1,9})\b|'compile_ranges_endpoints': \[(?:\d{1,9}, "
+    r"){0,20}(\d{1,9})\]"
 )
 """Token budget of a step, which is also the end of the last range of sizes that the engine compiles for."""
 _ENGINE_LINE = re.compile(r"LLM engine \(v([\w.+-]{1,40})\) with config: (.*)")
@@ -62,8 +64,8 @@ _ENGINE_ITEM = re.compile(rf"(?:^|, )({'|'.join(_OF_ENGINE)})=('[^'\\]*'|[\w.-]{
 _CPU_BLOCK_TOKENS = 128
 _CPU_LIMITS, _DEFAULT_LIMITS = (2_048, 128), (2_048, 256)
 _LARGE_LIMITS = ((160, (16_384, 1_024)), (70, (8_192, 1_024)))
-"""Token budget and slots of a server by default: on CPUs, for each rank; on other GPUs; and from so many GiB of a GPU's memory on
-(vLLM 0.32, `EngineArgs.get_batch_defaults`)."""
+"""Token budget and slots of a server by default: on CPUs, for each rank; on other GPUs; and from so many GiB of a GPU's
+memory on (vLLM 0.32, `EngineArgs.get_batch_defaults`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +85,8 @@ class ServerStart:
     cache_blocks: int | None = None
 
     def defaults(self, gpu_memory_gib: float | None, *, is_a100: bool = False) -> dict[str, object]:
-        """Return the limits that no line names, as vLLM chooses them for the device; empty where the device is not known.
+        """Return the limits that no line names, as vLLM chooses them for the device; empty where the device is not
+        known.
 
         Args:
             gpu_memory_gib: Memory of the GPU; null if unknown, which counts as little.
@@ -154,9 +157,7 @@ def _with_engine(start: ServerStart, text: str) -> ServerStart:
     dtype = items.get("dtype")
     if speculation := _SPECULATION.search(text):
         items["speculative_config"] = speculation[1]
-    stated = {
-        name: value for name, value in start.stated.items() if not (name == "dtype" and value == "auto")
-    }
+    stated = {name: value for name, value in start.stated.items() if not (name == "dtype" and value == "auto")}
     # The argument and the configuration may spell one setting differently.
     renamed = {"max_seq_len": "max_model_len"}
     found = {renamed.get(name, name): value for name, value in items.items() if value is not None}

@@ -44,7 +44,8 @@ if TYPE_CHECKING:
 
 
 SettingSource = Literal["given", "read", "measured", "assumed"]
-"""given: by the user for this call. read: in the files of the run. measured: by the server as it started. assumed: vLLM's default."""
+"""given: by the user for this call. read: in the files of the run. measured: by the server as it started. assumed:
+vLLM's default."""
 
 # Bounds are far above real settings: a larger value has a wrong unit or is damaged.
 Ranks = Annotated[WholeNumber, Field(ge=1, le=65_536)] | None
@@ -137,8 +138,8 @@ class ServerSettings(BaseModel):
     def knobs(self) -> dict[str, Scalar]:
         """Return the stated settings that distinguish deployments, beyond model, GPU and tensor parallelism.
 
-        Measured values are left out: they differ a little from start to start, and nobody chose them. The order is fixed, so that the mapping
-        can be hashed.
+        Measured values are left out: they differ a little from start to start, and nobody chose them. The order is
+        fixed, so that the mapping can be hashed.
         """
         measured = self.measured()
         return {n: value for n, value in self.values().items() if n in _KNOBS and n not in measured}
@@ -153,18 +154,14 @@ SETTING_NAMES: tuple[str, ...] = tuple(
 )
 """Names of the settings, in the order they are written."""
 
-SERVER_FLAGS = frozenset(
-    name for name in SETTING_NAMES if ServerSettings.model_fields[name].annotation == Flag
-)
+SERVER_FLAGS = frozenset(name for name in SETTING_NAMES if ServerSettings.model_fields[name].annotation == Flag)
 """Settings that are true or false."""
 
 _COUNT_SETTINGS = frozenset(
     name for name in SETTING_NAMES if ServerSettings.model_fields[name].annotation == OptionalCount
 )
 
-TEXTS = frozenset(
-    name for name in SETTING_NAMES if ServerSettings.model_fields[name].annotation == OptionalText
-)
+TEXTS = frozenset(name for name in SETTING_NAMES if ServerSettings.model_fields[name].annotation == OptionalText)
 """Settings that are text."""
 
 _ENGINE_KEYS = frozenset({"engine", "backend", "framework", "server"})
@@ -401,14 +398,13 @@ def read_settings(path: Path) -> ServerSettings:
     if starts := starts_of(text.splitlines()):
         # A log can hold several starts: the last one counts.
         blocks = {"num_gpu_blocks": starts[-1].cache_blocks}
-        return merge(
-            settings_from(blocks, where=where, source="measured"), logged_settings(starts[-1], where=where)
-        )
+        return merge(settings_from(blocks, where=where, source="measured"), logged_settings(starts[-1], where=where))
     return parse_serve_command(text, where=where)
 
 
 def logged_settings(start: ServerStart, *, where: str) -> ServerSettings:
-    """Return what a server's log states. Its other arguments may be secrets, such as a key of the API, and are not kept.
+    """Return what a server's log states. Its other arguments may be secrets, such as a key of the API, and are not
+    kept.
 
     Raises:
         UsageError: A value is not allowed for its setting.
@@ -457,16 +453,15 @@ def parse_settings(content: bytes | str, *, where: str, is_json: bool = False) -
 
     Keys are vLLM's option names or the shorter ones of run descriptions, with dashes or underscores, at the top
     or under `vllm:`, `server:` or `args:`; `args` may also be a list or a line of options. A file without them may be
-    what starts the server, such as a manifest, a compose file or the values of a chart: see `_deployed`. Of several YAML
-    documents, as of a Deployment and its Service, those that state settings count. Where one starts servers for prefill and others for
-    decode, the name of the file or of its folder says which are meant, or else only what both have counts.
+    what starts the server, such as a manifest, a compose file or the values of a chart: see `_deployed`. Of several
+    YAML documents, as of a Deployment and its Service, those that state settings count. Where one starts servers for
+    prefill and others for decode, the name of the file or of its folder says which are meant, or else only what both
+    have counts.
 
     Raises:
         UsageError: The file is not a run description, or a value is not allowed for its setting.
     """
-    documents = (
-        [parse_json_object(content, where=where)] if is_json else parse_yaml_objects(content, where=where)
-    )
+    documents = [parse_json_object(content, where=where)] if is_json else parse_yaml_objects(content, where=where)
     of_roles = (_of_roles(each, where=where) for each in documents if not _is_description(each))
     settings = next((each for each in of_roles if each is not None), None)
     document = documents[0] if documents else {}
@@ -489,11 +484,14 @@ def parse_settings(content: bytes | str, *, where: str, is_json: bool = False) -
 _SAMPLER = re.compile(
     r"""OTEL_TRACES_SAMPLER(_ARG)?\b["']?[\s,]{0,80}(?:[=:]|["']?value["']?\s{0,8}:)\s{0,8}["']?([\w.]{1,40})"""
 )
-"""A sampler of the OpenTelemetry SDK in the environment of a server, as a shell, a compose file or a manifest writes it."""
+"""A sampler of the OpenTelemetry SDK in the environment of a server, as a shell, a compose file or a manifest writes
+it."""
 
 
 def traced_share(text: str) -> float | None:
-    """Return the share of requests that a sampler in a server's environment lets through; null where the text sets none."""
+    """Return the share of requests that a sampler in a server's environment lets through; null where the text sets
+    none.
+    """
     lines = "\n".join(line for line in text.splitlines() if not line.lstrip().startswith("#"))
     found = dict(_SAMPLER.findall(lines))
     sampler = found.get("", "").lower().removeprefix("parentbased_")
@@ -527,9 +525,7 @@ def _is_description(part: Mapping[str, object], depth: int = 0) -> bool:
         name = canonical_name(str(key))
         if name in _NESTED_SECTIONS:
             is_list = isinstance(value, list) or (isinstance(value, str) and value.lstrip().startswith("-"))
-            is_group = (
-                isinstance(value, Mapping) and depth < _MAX_NESTED and _is_description(value, depth + 1)
-            )
+            is_group = isinstance(value, Mapping) and depth < _MAX_NESTED and _is_description(value, depth + 1)
             if is_list or is_group:
                 return True
         elif name in _OF_VLLM and isinstance(value, str | int | float):
@@ -574,11 +570,12 @@ _KSERVE_NAME = "model_name="
 
 
 def _deployed(part: object, *, where: str, role: str | None = None) -> list[tuple[str, object]]:
-    """Return the settings that what starts a server states: arguments of vLLM, or mappings of its options, at any depth.
+    """Return the settings that what starts a server states: arguments of vLLM, or mappings of its options, at any
+    depth.
 
     Manifests of Kubernetes and KServe, compose files, values of charts and configurations of Ray Serve have them under
-    keys of their own. The name of a model or GPU in a mapping around them is theirs if they have none. Sections for servers
-    of another role are left out.
+    keys of their own. The name of a model or GPU in a mapping around them is theirs if they have none. Sections for
+    servers of another role are left out.
     """
     if isinstance(part, list):
         return [pair for item in part for pair in _deployed(item, where=where, role=role)]
@@ -645,9 +642,7 @@ def _of_roles(document: Document, *, where: str) -> ServerSettings | None:
     pairs = {role: _deployed(document, where=where, role=role) for role in _ROLES}
     # The name of the model may be around both sections.
     around = [
-        (key, value)
-        for key, value in _deployed(document, where=where, role="")
-        if canonical_name(key) in _STATED_APART
+        (key, value) for key, value in _deployed(document, where=where, role="") if canonical_name(key) in _STATED_APART
     ]
     first, second = (
         settings_from([*own, *_missing(around, own)] if own else [], where=where, source="read")
@@ -667,7 +662,8 @@ def _of_roles(document: Document, *, where: str) -> ServerSettings | None:
     common |= {n: value for n, value in first.other.items() if second.other.get(n) == value}
     doubt = (
         f"{where}: its servers for prefill and for decode differ ({said}), and these settings are taken as unknown: "
-        f"state them with {named(ServerOptions, 'settings')}, or put prefill or decode into the name of the run's folder"
+        f"state them with {named(ServerOptions, 'settings')}, or put prefill or decode into the name of the run's "
+        "folder"
     )
     return settings_from(common, where=where, source="read").model_copy(update={"unread": (doubt,)})
 
@@ -783,7 +779,9 @@ def _variables(script: str) -> dict[str, str]:
 
 
 def _resolved(text: str, variables: Mapping[str, str]) -> str:
-    """Put in the variables that are known; the others stay as they are written, and so do lines that are too long for a command."""
+    """Put in the variables that are known; the others stay as they are written, and so do lines that are too long for a
+    command.
+    """
     if len(text) > _MAX_COMMAND_CHARS:
         return text
     return _VARIABLE.sub(lambda found: variables.get(found[1] or found[2] or found[3], found[0]), text)
@@ -818,8 +816,9 @@ def parse_serve_command(text: str, *, where: str) -> ServerSettings:
     """Read a `vllm serve MODEL --option value …` command line, or a shell script with one.
 
     Takes `--option value`, `--option=value`, `-tp 2`, switches and their `--no-` forms, and counts such as `16k`
-    (16,000) and `16K` (16,384), as vLLM does. Nothing is executed. Variables that the script assigns literally are put in; a setting whose value is
-    another one is unknown, with a sentence in `unread`. `python -m sglang.launch_server` is read likewise.
+    (16,000) and `16K` (16,384), as vLLM does. Nothing is executed. Variables that the script assigns literally are put
+    in; a setting whose value is another one is unknown, with a sentence in `unread`. `python -m sglang.launch_server`
+    is read likewise.
 
     Raises:
         UsageError: The text has no such command, unclosed quotes, or an impossible value.
@@ -828,9 +827,7 @@ def parse_serve_command(text: str, *, where: str) -> ServerSettings:
         raise UsageError(f"is larger than {_MAX_BYTES:,} bytes", where=where)
     words = _served(text, where=where)
     if words is None:
-        raise UsageError(
-            "holds no `vllm serve` command", where=where, hint="give the line that starts the server"
-        )
+        raise UsageError("holds no `vllm serve` command", where=where, hint="give the line that starts the server")
     settings = settings_from(_options(words, where=where), where=where, source="read")
     return _with_doubts(_with_sampler(settings, text, where=where), where=where)
 
@@ -967,8 +964,8 @@ SNAPSHOT_FLAG = f"--step-tracing-rich-subsample-rate 1.0 {_FORK}"
 
 
 ALL_SPANS = (
-    "step times follow from the spans of every request of one engine: OTEL_TRACES_SAMPLER=always_on, one front end, and for "
-    "each server an OTEL_SERVICE_NAME of its own"
+    "step times follow from the spans of every request of one engine: OTEL_TRACES_SAMPLER=always_on, one front end, "
+    "and for each server an OTEL_SERVICE_NAME of its own"
 )
 """How to get step times from an unmodified vLLM."""
 
@@ -1004,14 +1001,15 @@ def context_remedy(requests: int, prompt_tokens: int, prompts: int, computed_tok
     few = f"too few of the {requests:,} requests of the run could be assigned to the lines of the log"
     if prompts >= requests > 0 and 0 < computed_tokens < _HITS_SHARE * prompt_tokens:
         return (
-            f"{few}; prefix hits were seen: the steps computed {100 * computed_tokens / prompt_tokens:.0f} % of the prompt tokens, unless log and "
-            "spans are of different servers; --no-enable-prefix-caching, or other prompts in each call of a load generator, help"
+            f"{few}; prefix hits were seen: the steps computed {100 * computed_tokens / prompt_tokens:.0f} % of the "
+            "prompt tokens, unless log and spans are of different servers; --no-enable-prefix-caching, or other "
+            "prompts in each call of a load generator, help"
         )
     if requests:
         return f"{few}; a log format with microseconds, and a log and spans of one server only, help"
     return (
-        "spans of the same requests, in the same run folder, give context tokens, queue wait and admission: start the server "
-        f"with {ENDPOINT_FLAG} URL"
+        "spans of the same requests, in the same run folder, give context tokens, queue wait and admission: start "
+        f"the server with {ENDPOINT_FLAG} URL"
     )
 
 

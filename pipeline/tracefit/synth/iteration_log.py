@@ -45,6 +45,6 @@ def _message(number: int, step: StepLog, blocks_total: int) -> str:
     elapsed_ms = (step.output_ns - step.start_ns - step.schedule_ns) / 1e6
     return (
         f"Iteration({number}): {batch.num_prefill_reqs} context requests, {batch.prefill_tokens} context tokens, "
-        f"{batch.num_decode_reqs} generation requests, {batch.decode_tokens} generation tokens, "
-        f"iteration elapsed time: {elapsed_ms:.2f} ms, GPU KV cache usage: {100 * (1 - step.blocks_free / blocks_total):.1f}%"
+        f"{batch.num_decode_reqs} generation requests, {batch.decode_tokens} generation tokens, iteration elapsed "
+        f"time: {elapsed_ms:.2f} ms, GPU KV cache usage: {100 * (1 - step.blocks_free / blocks_total):.1f}%"
     )

@@ -32,13 +32,14 @@ InstanceIds: TypeAlias = Literal["auto", "none", "server", "process"]
 QueuedStamp: TypeAlias = Literal["step_start", "arrival"]
 
 
-SynthOutOption = Annotated[
-    str | Path, OptionFlag("Folder in which to make the run folder.", "out", kind=Path)
-]
+SynthOutOption = Annotated[str | Path, OptionFlag("Folder in which to make the run folder.", "out", kind=Path)]
 SurgeOption = Annotated[
     float | None,
     OptionFlag(
-        "Factor on the arrival rate in the last 30 % of the time, which is steady before; if not given, the load is light, then a burst, then heavy.",
+        (
+            "Factor on the arrival rate in the last 30 % of the time, which is steady before; if not given, the load "
+            "is light, then a burst, then heavy."
+        ),
         "surge",
     ),
 ]
@@ -46,9 +47,7 @@ FormatsOption = Annotated[
     Literal["json", "protobuf", "both"],
     OptionFlag("JSON lines, framed protobuf, or a run folder of each.", "formats", flag="--format"),
 ]
-CompressOption = Annotated[
-    Literal["none", "gz", "zst"], OptionFlag("Compression of the trace files.", "compress")
-]
+CompressOption = Annotated[Literal["none", "gz", "zst"], OptionFlag("Compression of the trace files.", "compress")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,10 +112,10 @@ class SynthOptions:
         rate_per_s: Mean arrivals per second.
         num_blocks: KV blocks, including the null block; a small number causes a queue and preemptions.
         noise: Sigma of the log-normal factor on a step's time.
-        form: Content of the run: spans of inference-sim's fork (instrumented) or of an unmodified vLLM (stock, one span per
-            request); only steps, as ForwardPassMetrics (fpm) or as lines of vLLM's log with microseconds (log) or whole seconds
-            (log_seconds); SGLang's spans; the engine's times of each request (request_log); or the log of a load generator,
-            with the time of every token (bench) or of the first and last token (guidellm).
+        form: Content of the run: spans of inference-sim's fork (instrumented) or of an unmodified vLLM (stock, one span
+            per request); only steps, as ForwardPassMetrics (fpm) or as lines of vLLM's log with microseconds (log) or
+            whole seconds (log_seconds); SGLang's spans; the engine's times of each request (request_log); or the log of
+            a load generator, with the time of every token (bench) or of the first and last token (guidellm).
         step_sampling: Share of steps that are traced.
         rich_sampling: Share of traced steps that have request snapshots.
         journey_sampling: Share of requests that are traced; for stock spans the trace id decides.

@@ -72,9 +72,7 @@ def synth(options: SynthOptions) -> SynthRun:
     law = options.step_law()
     root = np.random.default_rng(options.seed)
     emission, *servers = root.spawn(1 + options.servers)
-    epochs = [
-        life for number, rng in enumerate(servers) for life in simulate_server(options, law, number, rng)
-    ]
+    epochs = [life for number, rng in enumerate(servers) for life in simulate_server(options, law, number, rng)]
     _, record = _RECORDED.get(options.form, ("", None))
     return SynthRun(
         options=options,

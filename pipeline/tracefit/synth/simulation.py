@@ -105,9 +105,7 @@ class EpochLog:
     blocks_total: int  # KV blocks it could hand out
 
 
-def simulate_server(
-    options: SynthOptions, law: StepLaw, server: int, rng: np.random.Generator
-) -> list[EpochLog]:
+def simulate_server(options: SynthOptions, law: StepLaw, server: int, rng: np.random.Generator) -> list[EpochLog]:
     """Simulate all lives of one server on its clock."""
     # Monotonic clocks count from each host's boot: those of two servers do not compare.
     boot_ns = (2_000 + 1_777 * server) * 1_000_000_000 + int(rng.integers(0, 1_000_000_000))
@@ -272,9 +270,7 @@ class EngineClock:
         scheduler: The engine's scheduler.
     """
 
-    def __init__(
-        self, options: SynthOptions, law: StepLaw, streams: Streams, requests: Sequence[Request]
-    ) -> None:
+    def __init__(self, options: SynthOptions, law: StepLaw, streams: Streams, requests: Sequence[Request]) -> None:
         self._options = options
         self._law = law
         self._streams = streams

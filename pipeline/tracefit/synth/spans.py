@@ -538,9 +538,7 @@ def _span_message(span: GeneratedSpan) -> trace_pb2.Span:
         end_time_unix_nano=span.end_unix_ns,
         attributes=_pairs(span.attributes),
         events=[
-            trace_pb2.Span.Event(
-                time_unix_nano=event.unix_ns, name=event.name, attributes=_pairs(event.attributes)
-            )
+            trace_pb2.Span.Event(time_unix_nano=event.unix_ns, name=event.name, attributes=_pairs(event.attributes))
             for event in span.events
         ],
         dropped_events_count=span.dropped_events,

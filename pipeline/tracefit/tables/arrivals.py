@@ -1,7 +1,8 @@
 """Match requests of load generators with those of a server by length and order of arrival.
 
-The clock of a benchmark differs from the server's by an offset of its own, which most pairs of equal length agree on. Where the
-clock steps, each part has its offset; where it drifts, the offset of a request is about that of its neighbours.
+The clock of a benchmark differs from the server's by an offset of its own, which most pairs of equal length agree on.
+Where the clock steps, each part has its offset; where it drifts, the offset of a request is about that of its
+neighbours.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ _SAME_NS = 100_000_000
 """Largest scatter of the arrivals of one request between client and server."""
 
 _LATE_NS = 1_000_000_000
-"""Scatter of the few that a busy client or a new connection delays; they are found where requests of one length are rare."""
+"""Scatter of the few that a busy client or a new connection delays; they are found where requests of one length are
+rare."""
 
 _NEAR_NS = 10_000_000
 """Their usual scatter: where many requests have one length, few others are that near by chance."""
@@ -41,7 +43,8 @@ _LEAST_TIMES_CHANCE = 3.0
 """An offset needs so many times the pairs that agree on any offset by chance."""
 
 _MOST_BY_CHANCE, _NEIGHBOURING_ARRIVALS, _LEAST_LOCAL = 0.005, 33, 0.5
-"""Where a larger share of the requests has a request of its length by chance, a pair counts only among neighbours with pairs."""
+"""Where a larger share of the requests has a request of its length by chance, a pair counts only among neighbours with
+pairs."""
 
 _MOST_HALVINGS, _MOST_VOTES = 5, 64
 _REACH = 32
@@ -51,11 +54,11 @@ _MOST_ROUNDS = 100
 _SMOOTHED = 9
 """Neighbours whose median is the offset at a request."""
 
-OTHER_RUN = (
-    "no offset of the client's clock fits, as for a benchmark of another run or tokens counted in another way"
-)
+OTHER_RUN = "no offset of the client's clock fits, as for a benchmark of another run or tokens counted in another way"
 OUTSIDE = "sent before or after the time that the spans cover"
-NOT_TRACED = "no span has their length at their time, as for requests that are not traced or tokens counted in another way"
+NOT_TRACED = (
+    "no span has their length at their time, as for requests that are not traced or tokens counted in another way"
+)
 
 _PAIR_TYPES: dict[str, type[pl.DataType]] = {
     "position": pl.UInt32,
@@ -73,7 +76,8 @@ class _Offset(NamedTuple):
 
 
 def pairs_by_arrival(sent: pl.DataFrame, received: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
-    """Return the pairs of equal output lengths and about equal arrivals, and why the other requests of clients have no pair.
+    """Return the pairs of equal output lengths and about equal arrivals, and why the other requests of clients have no
+    pair.
 
     Args:
         sent: Requests of clients: row, benchmark, arrival_ns, output_tokens; none is null.
@@ -100,7 +104,9 @@ def pairs_by_arrival(sent: pl.DataFrame, received: pl.DataFrame) -> tuple[pl.Dat
 
 
 def _first_pairs(requests: pl.DataFrame, free: pl.DataFrame) -> pl.DataFrame:
-    """Return the pairs (`_PAIR_TYPES`) that agree on an offset: of the whole benchmark, of its halves if it has none, and of the rest."""
+    """Return the pairs (`_PAIR_TYPES`) that agree on an offset: of the whole benchmark, of its halves if it has none,
+    and of the rest.
+    """
     pairs = [pl.DataFrame(schema=_PAIR_TYPES)]
     waiting = [(requests, 0)]
     for _ in range(_MOST_VOTES):
@@ -155,9 +161,11 @@ def _offset(sent: pl.DataFrame, received: pl.DataFrame, least: int) -> _Offset |
 
 
 def _pairs_of_equal_length(sent: pl.DataFrame, received: pl.DataFrame) -> pl.DataFrame:
-    """Return pairs of equal output lengths: position, row, apart (how far the server's time is ahead, in ns, increasing), compared.
+    """Return pairs of equal output lengths: position, row, apart (how far the server's time is ahead, in ns,
+    increasing), compared.
 
-    If there are very many, only the middle ones of the client's requests are `compared`, and if that does not do, the server's first ones.
+    If there are very many, only the middle ones of the client's requests are `compared`, and if that does not do, the
+    server's first ones.
     """
     received_of = received.group_by("output_tokens").len("received")
 
@@ -170,14 +178,10 @@ def _pairs_of_equal_length(sent: pl.DataFrame, received: pl.DataFrame) -> pl.Dat
         received = received.head(max(int(received.height * _MOST_PAIRS / max(count(sent), _MOST_PAIRS)), 1))
     joined = sent.join(received, on="output_tokens", suffix="_server")
     apart = pl.col("arrival_ns_server") - pl.col("arrival_ns")
-    return joined.select("position", "row", apart=apart, compared=pl.lit(sent.height)).sort(
-        "apart", "position", "row"
-    )
+    return joined.select("position", "row", apart=apart, compared=pl.lit(sent.height)).sort("apart", "position", "row")
 
 
-def _nearest(
-    requests: pl.DataFrame, expected: pl.DataFrame, free: pl.DataFrame, scatter_ns: int
-) -> pl.DataFrame:
+def _nearest(requests: pl.DataFrame, expected: pl.DataFrame, free: pl.DataFrame, scatter_ns: int) -> pl.DataFrame:
     """Return the pairs (`_PAIR_TYPES`) of requests with the nearest of equal length, each once.
 
     Args:
@@ -252,7 +256,9 @@ def _grown(requests: pl.DataFrame, free: pl.DataFrame, pairs: pl.DataFrame) -> p
 
 
 def _expected(requests: pl.DataFrame, pairs: pl.DataFrame, reach: int) -> pl.DataFrame:
-    """Return the requests without a pair, with the offsets of the nearest pairs `before` and `after`, null beyond `reach`."""
+    """Return the requests without a pair, with the offsets of the nearest pairs `before` and `after`, null beyond
+    `reach`.
+    """
     return (
         requests.join(_smoothed(pairs), on="position", how="left", maintain_order="left")
         .with_columns(before=pl.col("ahead").forward_fill(reach), after=pl.col("ahead").backward_fill(reach))
@@ -275,9 +281,7 @@ def _reasons(requests: pl.DataFrame, pairs: pl.DataFrame, received: pl.DataFrame
     at_ns = pl.col("arrival_ns") + pl.coalesce("before", "after")
     least, most = received["arrival_ns"].min(), received["arrival_ns"].max()
     is_covered = at_ns.is_between(pl.lit(least) - _SAME_NS, pl.lit(most) + _SAME_NS)
-    return rest.select(
-        "client", reason=pl.when(is_covered).then(pl.lit(NOT_TRACED)).otherwise(pl.lit(OUTSIDE))
-    )
+    return rest.select("client", reason=pl.when(is_covered).then(pl.lit(NOT_TRACED)).otherwise(pl.lit(OUTSIDE)))
 
 
 def _unit_of(requests: pl.DataFrame, received: pl.DataFrame) -> str | None:

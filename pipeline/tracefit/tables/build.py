@@ -84,8 +84,8 @@ class TracedRun:
 
     Attributes:
         run_id: Its id.
-        files: Its trace files with their staged parts, in the order of their names; there is a span of the vLLM scopes in
-            them.
+        files: Its trace files with their staged parts, in the order of their names; there is a span of the vLLM scopes
+            in them.
         columns: Values of the `runs` table for the whole run, beside the counts.
     """
 
@@ -189,9 +189,7 @@ class _Job:
             yield of_run.pop("run"), of_run
 
 
-def _epoch_starts(
-    job: _Job, spread: Spread, windows: Iterable[Window], sieve: Sieve
-) -> tuple[pl.DataFrame, Sieve]:
+def _epoch_starts(job: _Job, spread: Spread, windows: Iterable[Window], sieve: Sieve) -> tuple[pl.DataFrame, Sieve]:
     """Scan the marks of the whole run in the order of their clock; return the epochs, and the sieve for odd rows."""
     marks = _marks(job.space())
     marks.add(pl.DataFrame(schema=MARK_TYPES))
@@ -465,8 +463,8 @@ def _finish(
     def table(name: str, change: _Change) -> Callable[[], _Part]:
         return partial(_table, job, writer.folder, name, collected.pop(name), change)
 
-    # A generator: the rows of a table leave the memory when it is written. It yields null while a call needs results that are
-    # still missing.
+    # A generator: the rows of a table leave the memory when it is written. It yields null while a call needs results
+    # that are still missing.
     def calls() -> Iterator[Callable[[], _Part] | None]:
         yield partial(_join_layers, job, collected.pop("layers"), dict(collected.frames))
         yield table("spans", _without_repeats if any_other else _unchanged)
@@ -491,9 +489,7 @@ def _finish(
         for name, finished in part.finished.items():
             writer.put(name, finished)
             written.add(name)
-    missing = missing_attributes(
-        {name: collected.frames[name] for name in EVENT_TABLES}, writer.scan("rejects")
-    )
+    missing = missing_attributes({name: collected.frames[name] for name in EVENT_TABLES}, writer.scan("rejects"))
     unread: defaultdict[int, list[str]] = defaultdict(list)
     for n, text in unread_requests(pl.concat(collected.frames["values_read"])):
         unread[n].append(text)
@@ -546,9 +542,7 @@ def _join_layers(job: _Job, layers: SortContents, frames: Mapping[str, Sequence[
         core, api, described = (
             window.filter(side=side).select(frames[side][0].columns) for side in ("core", "api", "spans")
         )
-        hits = cached.join(
-            core, left_on=cached.columns[:3], right_on=["server", "epoch", "request_id"], how="semi"
-        )
+        hits = cached.join(core, left_on=cached.columns[:3], right_on=["server", "epoch", "request_id"], how="semi")
         requests = requests_from_spans(described)
         joined = join_requests(core, api, requests, hits, run_id=run_id)
         results.add(results_of(described, requests))

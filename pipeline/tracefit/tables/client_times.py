@@ -1,8 +1,8 @@
 """Join the measurements of load generators with the server's record of the same requests.
 
 Requests match by their ids, as vLLM extends them (`cmpl-<id>-0`). If a client writes no ids, they match by length and
-order of arrival (`tables.arrivals`). A request that matches none of the server's is left out and counted, because the server's
-requests are the load.
+order of arrival (`tables.arrivals`). A request that matches none of the server's is left out and counted, because the
+server's requests are the load.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _BY_ID_SHARE = 0.5
 """If at least this share of a benchmark's requests match by id, the ids are the server's, and the others match none."""
 
 _LEAST_COMPARED_TIMES, _ALIKE_SHARE, _ALIKE_TIMES = 3, 0.8, 3.0
-"""A unit is wrong if at least so many latencies of a benchmark, and this share of them, are off by a power of 1,000 within this factor:
-a queue before the server makes some of them long, in no proportion to the server's."""
+"""A unit is wrong if at least so many latencies of a benchmark, and this share of them, are off by a power of 1,000
+within this factor: a queue before the server makes some of them long, in no proportion to the server's."""
 
 UNMATCHED = "client requests that match no span"
 NO_ID = "no span has their id"
@@ -40,27 +40,30 @@ NO_LENGTH = "no length to match by"
 NO_ARRIVAL = "the client does not say when they were sent"
 
 _NEAR_TIMES, _MIN_NEAR = 0.05, 0.9
-"""If at least this share of the requests have output lengths this close to the median, all were sent with one length."""
+"""If at least this share of the requests have output lengths this close to the median, all were sent with one
+length."""
 
 _SHORT, _MIN_SHORT = 0.5, 0.005
 _SAME_TIME, _MIN_SAME_TIME = 0.1, 0.9
-"""Requests are short below this share of the median length. If they are at least this share of all, and so many of them take about
-the median time, within this share, the client counted the tokens in the text."""
+"""Requests are short below this share of the median length. If they are at least this share of all, and so many of them
+take about the median time, within this share, the client counted the tokens in the text."""
 
 TEXT_COUNT = "output tokens of a client that counts them in the text: their median in place of them"
 
 
 def with_asked_lengths(requests: pl.DataFrame) -> tuple[pl.DataFrame, int]:
-    """Return requests with the median as output length, if all were sent with one length and the client counted the tokens in the text.
+    """Return requests with the median as output length, if all were sent with one length and the client counted the
+    tokens in the text.
 
-    An engine that ignores the end of a sequence computes as many tokens as requested. Some have no text, so that a client that
-    counts in the text reports fewer for requests that took as long as the others.
+    An engine that ignores the end of a sequence computes as many tokens as requested. Some have no text, so that a
+    client that counts in the text reports fewer for requests that took as long as the others.
 
     Args:
         requests: The `requests` table of a run with its clients' times.
 
     Returns:
-        The requests, and the number of changed lengths: 0 if the counts follow the times, or a server recorded requests.
+        The requests, and the number of changed lengths: 0 if the counts follow the times, or a server recorded
+            requests.
     """
     tokens, decode_us = pl.col("output_tokens"), pl.col("client_e2e_us") - pl.col("client_ttft_us")
     usual = tokens.median().round()
@@ -105,8 +108,8 @@ def with_client_times(requests: pl.DataFrame) -> tuple[pl.DataFrame, dict[str, i
         requests: The `requests` table of a run.
 
     Returns:
-        The requests; the number of the client's requests without a match, by likely reason; and of those whose times are left
-        out because their unit is wrong, by fault.
+        The requests; the number of the client's requests without a match, by likely reason; and of those whose times
+        are left out because their unit is wrong, by fault.
     """
     is_client = pl.col("dialect") == CLIENT
     requests = _with_latencies(requests)
@@ -166,7 +169,9 @@ def _without_wrong_units(requests: pl.DataFrame) -> tuple[pl.DataFrame, dict[str
 
 
 def _unit_faults(matched: pl.DataFrame) -> Iterator[str]:
-    """Yield the faults of a benchmark's times that are, request by request, a power of 1,000 above or below the server's."""
+    """Yield the faults of a benchmark's times that are, request by request, a power of 1,000 above or below the
+    server's.
+    """
     decode = {side: pl.col(f"{side}e2e_us") - pl.col(f"{side}ttft_us") for side in ("client_", "")}
     for what, ratio in (
         ("TTFT", pl.col("client_ttft_us") / pl.col("ttft_us")),
@@ -185,7 +190,9 @@ def _unit_faults(matched: pl.DataFrame) -> Iterator[str]:
 
 
 def _with_latencies(requests: pl.DataFrame) -> pl.DataFrame:
-    """Return requests with the latencies that another file of the same client has; latencies without a request get no arrival."""
+    """Return requests with the latencies that another file of the same client has; latencies without a request get no
+    arrival.
+    """
     is_client = pl.col("dialect") == CLIENT
     is_sent = ~(is_client & pl.col("trace_id").str.ends_with(_NOT_SENT).fill_null(value=False))
     rest = requests.filter(~is_sent)

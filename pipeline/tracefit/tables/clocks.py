@@ -51,9 +51,7 @@ def without_lone_clocks(spans: pl.DataFrame) -> pl.DataFrame:
     jump = pl.col("zero").sort().diff() > SAME_CLOCK_NS
     if not spans.select(jump.any()).item():
         return spans
-    ordered = (
-        spans.select("server", "zero").with_row_index("row_number").drop_nulls("zero").sort("server", "zero")
-    )
+    ordered = spans.select("server", "zero").with_row_index("row_number").drop_nulls("zero").sort("server", "zero")
     clocks = ordered.with_columns(clock=_clock_number())
     sizes = clocks.with_columns(
         spans_on_clock=pl.len().over("server", "clock"), spans_of_server=pl.len().over("server")
@@ -77,7 +75,9 @@ def clocks_of(spans: pl.DataFrame) -> pl.DataFrame:
 
 
 def _clock_number() -> pl.Expr:
-    """Return the number of each row's clock within its server, for rows sorted by server and zero; a jump begins a new clock."""
+    """Return the number of each row's clock within its server, for rows sorted by server and zero; a jump begins a new
+    clock.
+    """
     is_new = (pl.col("zero").diff() > SAME_CLOCK_NS).over("server").fill_null(value=False)
     return is_new.cast(pl.Int64).cum_sum().over("server")
 
@@ -86,7 +86,8 @@ def is_off_clock(rows: pl.DataFrame, ts: str, clocks: pl.DataFrame) -> pl.Series
     """Return which rows have an engine time that, compared with their wall-clock time, is on no clock of their server.
 
     Args:
-        rows: server, unix_ns, `ts` and server_zero, the clock of most of the server's spans. With duration_us, `ts` may be
+        rows: server, unix_ns, `ts` and server_zero, the clock of most of the server's spans. With duration_us, `ts` may
+            be
             that much earlier: a suspended step has the wall-clock time of its end.
         ts: The column of the engine time.
         clocks: The result of `clocks_of`.
@@ -136,7 +137,8 @@ _MIN_DISORDERED, _MIN_DISORDERED_SHARE = 10, 0.05
 some."""
 
 _TRIMMED = 0.02
-"""Share of requests on each side that the bounds of the clock leave out if all bounds together contradict each other."""
+"""Share of requests on each side that the bounds of the clock leave out if all bounds together contradict each
+other."""
 
 
 def api_clocks(bounds: pl.DataFrame) -> pl.DataFrame:
@@ -195,18 +197,14 @@ def split_engines(spans: pl.DataFrame, marks_of: Callable[[pl.DataFrame], pl.Dat
         return unchanged
     clocked = _with_clock(spans)
     groups = [group for _, group in clocked.group_by("server", "clock", maintain_order=True)]
-    engines = pl.concat(
-        [clocked.clear(), *(_with_counter(group, marks_of) for group in groups)], how="diagonal"
-    )
+    engines = pl.concat([clocked.clear(), *(_with_counter(group, marks_of) for group in groups)], how="diagonal")
     # Only starts count: a request that runs across a jump of the wall clock does not prove a second host.
     lifetimes = (
         engines.group_by("server", "clock", "counter")
         .agg(begin=pl.col("start_unix_ns").min(), end=pl.col("start_unix_ns").max())
         .sort("server", "begin", "clock", "counter")
     )
-    by_server = [
-        rows.with_columns(_slots(rows)) for _, rows in lifetimes.group_by("server", maintain_order=True)
-    ]
+    by_server = [rows.with_columns(_slots(rows)) for _, rows in lifetimes.group_by("server", maintain_order=True)]
     # One slot is one server, restarted or not: it keeps its name.
     shared = [rows for rows in by_server if rows["slot"].n_unique() > 1]
     if not shared:
@@ -245,15 +243,9 @@ def _with_counter(spans: pl.DataFrame, marks_of: Callable[[pl.DataFrame], pl.Dat
     unassigned = spans.join(certain, on="span_row", how="anti").select("span_row")
     # Snapshots carry only wall-clock time.
     zero = spans["zero"].drop_nulls().first()
-    marks = marks_of(spans.select("span_row")).with_columns(
-        ts_ns=pl.coalesce("ts_ns", pl.col("unix_ns") - zero)
-    )
+    marks = marks_of(spans.select("span_row")).with_columns(ts_ns=pl.coalesce("ts_ns", pl.col("unix_ns") - zero))
     assigned = pl.concat([certain, _by_agreement(unassigned, certain, marks)])
-    return (
-        spans.drop("counter")
-        .join(assigned, on="span_row", how="left")
-        .with_columns(pl.col("counter").fill_null(0))
-    )
+    return spans.drop("counter").join(assigned, on="span_row", how="left").with_columns(pl.col("counter").fill_null(0))
 
 
 def _interleave(stepping: pl.DataFrame) -> bool:
@@ -288,7 +280,8 @@ class _StepSpan(NamedTuple):
 def _chains(spans: pl.DataFrame) -> pl.Series:
     """Return the number of the chain that each step span belongs to; a chain is one counter, followed span by span.
 
-    Each span, in the order of `first_ns`, continues the chain that it fits best, or begins a new one if it fits no chain.
+    Each span, in the order of `first_ns`, continues the chain that it fits best, or begins a new one if it fits no
+    chain.
     """
     step_ns = _mean_step_ns(spans)
     last_of_chain: list[_StepSpan] = []
@@ -370,9 +363,7 @@ def _best_counters(undecided: pl.DataFrame, on_counters: pl.DataFrame) -> pl.Dat
 def _errors(undecided: pl.DataFrame, on_counter: pl.DataFrame, counter: int) -> pl.DataFrame:
     """Return the mean distance of each span's events from an interpolated counter: span_row, counter, error."""
     points = on_counter.select("ts_ns", at_ns="ts_ns", at_step="step")
-    before, after = (
-        points.rename({"at_ns": f"{side}_ns", "at_step": f"{side}_step"}) for side in ("before", "after")
-    )
+    before, after = (points.rename({"at_ns": f"{side}_ns", "at_step": f"{side}_step"}) for side in ("before", "after"))
     sides = undecided.select("span_row", "step", "ts_ns")
     # No exact matches: a span's events would confirm themselves once they are among the points.
     sides = sides.join_asof(before, on="ts_ns", allow_exact_matches=False)

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 RecordTable = Literal["journey_events", "steps", "request_snapshots", "requests"]
 Take = Literal["value", "start", "end", "duration", "later_durations"]
-"""How to read a value: from an attribute, or from the matching spans of a request: the start of the first, the end of the
-last, the sum of their durations, or that sum without the first."""
+"""How to read a value: from an attribute, or from the matching spans of a request: the start of the first, the end of
+the last, the sum of their durations, or that sum without the first."""
 
 EVENT_NAME = ""
 """Instead of an attribute: the row names the event itself in the tables."""
@@ -210,8 +210,7 @@ def _attributes(
 ) -> list[Spelling]:
     """Return the rows of attributes of a request's span, from their columns."""
     return [
-        Spelling(dialect, scope, span, None, key, "requests", column, factor=factor)
-        for column, key in keys.items()
+        Spelling(dialect, scope, span, None, key, "requests", column, factor=factor) for column, key in keys.items()
     ]
 
 
@@ -234,9 +233,7 @@ CLIENT = "client"
 CLIENT_SCOPE = "load generator"
 NOT_SENT_S = 2.0**32
 """Arrival, in seconds, of the requests in a log of latencies only; another file has their arrivals."""
-_CLIENT_FACTS = {
-    name: _REQUEST_KEYS[name] for name in ("request_id", "api_prompt_tokens", "api_completion_tokens")
-}
+_CLIENT_FACTS = {name: _REQUEST_KEYS[name] for name in ("request_id", "api_prompt_tokens", "api_completion_tokens")}
 _CLIENT_LATENCIES = {f"client_{name}_us": f"client.latency.{name}" for name in ("ttft", "itl", "e2e")}
 CLIENT_KEYS = _CLIENT_FACTS | _CLIENT_LATENCIES
 """Column to attribute; latencies are in seconds."""
@@ -257,9 +254,7 @@ THREAD_KEYS = ("rid", "thread_label", "tp_rank", "pp_rank", "dp_rank")
 
 _SGLANG_REQUEST = {
     "request_id": "rid",
-    **{
-        column: key for column, key in _REQUEST_KEYS.items() if column.startswith("api_") or column == "model"
-    },
+    **{column: key for column, key in _REQUEST_KEYS.items() if column.startswith("api_") or column == "model"},
     "cached_prompt_tokens": "gen_ai.usage.cached_tokens",
 }
 # The other latencies of the span begin or end in the front end; those of the engine come from stages.
@@ -374,8 +369,7 @@ _OF_EVENTS = [s for s in SPELLINGS if s.event and s.column != "ts_ns"]
 _SPAN_SPELLINGS = [s for s in SPELLINGS if s.table == "requests" and s.attribute]
 
 JOURNEY_KEYS, STEP_KEYS, SNAPSHOT_KEYS = (
-    _by_column(s for s in _OF_EVENTS if s.table == table)
-    for table in ("journey_events", "steps", "request_snapshots")
+    _by_column(s for s in _OF_EVENTS if s.table == table) for table in ("journey_events", "steps", "request_snapshots")
 )
 REQUEST_ATTRIBUTES = _by_column(s for s in _SPAN_SPELLINGS if s.dialect in _WITH_EVENTS)
 """Column of an API span's row to the attributes that may hold it."""
@@ -384,8 +378,7 @@ MODEL_KEYS = _by_column(_SPAN_SPELLINGS)["model"]
 """Attributes of a request's span that name the model."""
 
 TS_NS_KEYS, TS_S_KEYS = (
-    _distinct(s.attribute for s in SPELLINGS if s.column == "ts_ns" and s.factor == factor)
-    for factor in _CLOCK_KEYS
+    _distinct(s.attribute for s in SPELLINGS if s.column == "ts_ns" and s.factor == factor) for factor in _CLOCK_KEYS
 )
 """Attributes of a journey event's time: in nanoseconds, and in seconds."""
 
@@ -443,7 +436,8 @@ SPAN_ATTRIBUTES = tuple(
         }
     )
 )
-"""Span attributes that are kept: ids, counts, times, routes, the model, sampling parameters. Text of users is never kept."""
+"""Span attributes that are kept: ids, counts, times, routes, the model, sampling parameters. Text of users is never
+kept."""
 
 REASONS = (
     "client_disconnect",

@@ -58,9 +58,7 @@ def disk_errors(root: Path) -> Iterator[None]:
         raise UsageError(
             f"cannot be written ({os.strerror(number) if number else error})",
             where=str(root),
-            hint="the previous files are unchanged; free some space and run the command again"
-            if full
-            else None,
+            hint="the previous files are unchanged; free some space and run the command again" if full else None,
         ) from error
 
 
@@ -152,7 +150,9 @@ class Syncs:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        """Wait until the disk has all files; raise `OSError` if one cannot be written. After an error, only close them."""
+        """Wait until the disk has all files; raise `OSError` if one cannot be written. After an error, only close
+        them.
+        """
         try:
             if kind is None:
                 self._wait(0)
@@ -174,8 +174,8 @@ def write_whole(path: Path, data: bytes) -> None:
 def write_files(contents: Mapping[Path, bytes | str]) -> None:
     """Write the files of one result; text as UTF-8. Each is whole or missing.
 
-    On disk, either all are written or none, and another process that writes to the same folders does so before or after;
-    in a bucket, the files before a failed one are written.
+    On disk, either all are written or none, and another process that writes to the same folders does so before or
+    after; in a bucket, the files before a failed one are written.
 
     Raises:
         UsageError: A file cannot be written.

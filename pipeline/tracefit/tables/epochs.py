@@ -41,7 +41,8 @@ MARK_TYPES = {"server": pl.String, "clock": pl.Int64, "step_id": pl.Int64, "exac
 """Columns of marks: the time of an event and its step; `exact` if it is the step's summary."""
 
 STRAYS = {"server": pl.String, "clock": pl.Int64, "step_id": pl.Int64}
-"""Columns of marks with an impossible step: no counter climbs to it from the marks before, or from it to the marks after."""
+"""Columns of marks with an impossible step: no counter climbs to it from the marks before, or from it to the marks
+after."""
 
 BOUNDS = {"server": pl.String, "least": pl.Int64, "most": pl.Int64}
 """Columns of the range of a server's accepted steps."""
@@ -56,8 +57,7 @@ def marks_of(steps: pl.DataFrame, journeys: pl.DataFrame) -> pl.DataFrame:
     """
     kinds = ((steps, "ts_start_ns", True), (journeys.drop_nulls("step_id"), "ts_ns", False))
     return pl.concat(
-        f.select(pl.col("server").cast(pl.String), _clock(ts), "step_id", exact=pl.lit(exact))
-        for f, ts, exact in kinds
+        f.select(pl.col("server").cast(pl.String), _clock(ts), "step_id", exact=pl.lit(exact)) for f, ts, exact in kinds
     ).drop_nulls("clock")
 
 
@@ -70,9 +70,7 @@ def marks_of_records(recorded: pl.DataFrame) -> pl.DataFrame:
 
     Steps that a client saw do not count: every benchmark numbers its own.
     """
-    marks = recorded.filter(~is_by_client()).select(
-        "server", "step_id", clock="unix_ns", exact=pl.lit(value=False)
-    )
+    marks = recorded.filter(~is_by_client()).select("server", "step_id", clock="unix_ns", exact=pl.lit(value=False))
     return marks.drop_nulls("clock").select(list(MARK_TYPES))
 
 
@@ -91,17 +89,15 @@ def scan_epochs(windows: Iterable[pl.DataFrame]) -> tuple[pl.DataFrame, pl.DataF
         windows: The marks of all servers, columns as `MARK_TYPES`, in the order of their clock.
 
     Returns:
-        One row per server and epoch, with `epoch`, its number, and `clock`, the time of its first event; the stray marks,
-        columns as `STRAYS`; and the range of each server's accepted steps, columns as `BOUNDS`.
+        One row per server and epoch, with `epoch`, its number, and `clock`, the time of its first event; the stray
+        marks, columns as `STRAYS`; and the range of each server's accepted steps, columns as `BOUNDS`.
     """
     servers: dict[str, _Server] = {}
     for window in windows:
         for (name,), marks in window.group_by("server", maintain_order=True):
             servers.setdefault(str(name), _Server()).feed(marks.drop("server"))
     begins = [(name, clock) for name, server in servers.items() for clock in server.starts()]
-    starts = pl.DataFrame(begins, {"server": pl.String, "clock": pl.Int64}, orient="row").sort(
-        "server", "clock"
-    )
+    starts = pl.DataFrame(begins, {"server": pl.String, "clock": pl.Int64}, orient="row").sort("server", "clock")
     strays = [
         marks.select(pl.lit(name).alias("server"), "clock", "step_id")
         for name, server in servers.items()
@@ -127,7 +123,8 @@ class _Server:
         last_step: Step of the last accepted mark.
         last_jump: Time of the last fall back by more than jitter.
         last_summary: Step and time of the last accepted summary.
-        waiting: The last marks: scanned ones, which are neighbours of the next, then those that wait for their neighbours.
+        waiting: The last marks: scanned ones, which are neighbours of the next, then those that wait for their
+            neighbours.
         scanned: Number of the scanned ones among them.
     """
 
@@ -207,9 +204,7 @@ def _is_stray(marks: pl.DataFrame) -> NDArray[np.bool_]:
     is_impossible &= neighbours > 0
     count = neighbours.sum(axis=0)
     # With a single neighbour either of the two could be the stray.
-    mask: NDArray[np.bool_] = (
-        is_impossible.any(axis=0) & (supporters < np.where(count > 2, 2, 1)) & (count > 1)
-    )
+    mask: NDArray[np.bool_] = is_impossible.any(axis=0) & (supporters < np.where(count > 2, 2, 1)) & (count > 1)
     return mask
 
 

@@ -70,10 +70,10 @@ class SortSpace:
     block_rows: int = 8 * 1024
     sorts: list[ExternalSort] = field(default_factory=list)
 
-    def sort(
-        self, key: Sequence[str], order: Sequence[str], *, block_rows: int | None = None
-    ) -> ExternalSort:
-        """Return a new sort in this space, with the arguments of `ExternalSort`; `block_rows` if not those of the space."""
+    def sort(self, key: Sequence[str], order: Sequence[str], *, block_rows: int | None = None) -> ExternalSort:
+        """Return a new sort in this space, with the arguments of `ExternalSort`; `block_rows` if not those of the
+        space.
+        """
         self.sorts.append(ExternalSort(self, key, order, block_rows or self.block_rows))
         return self.sorts[-1]
 

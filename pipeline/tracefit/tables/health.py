@@ -76,9 +76,7 @@ def health_checks(journeys: pl.DataFrame, requests: pl.DataFrame, steps: pl.Data
         _check("step order", core, step_order),
         _check("one token per step", undisturbed, {"otherwise": decode_steps != pl.col("output_tokens") - 1}),
         _preemptions(journeys),
-        _check(
-            "step starts in order", ordered, {"before the step before": pl.col("ts_start_ns") < start_before}
-        ),
+        _check("step starts in order", ordered, {"before the step before": pl.col("ts_start_ns") < start_before}),
         _check("tokens of a step add up", counted, {"otherwise": tokens != pl.col("scheduled_tokens")}),
     )
 

@@ -1,4 +1,6 @@
-"""The models that spans name, by server: servers of different models in one run are two deployments that are read as one."""
+"""The models that spans name, by server: servers of different models in one run are two deployments that are read as
+one.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,9 @@ def named_models(spans: pl.DataFrame) -> pl.DataFrame:
 
 
 def listed_models(counts: pl.DataFrame) -> list[NamedModel]:
-    """Return the models of one run that most spans name, in the order of their servers; `counts` are rows of `named_models`."""
+    """Return the models of one run that most spans name, in the order of their servers; `counts` are rows of
+    `named_models`.
+    """
     summed = counts.group_by("server", "service_name", "model").agg(pl.col("spans").sum())
     most = summed.sort("spans", "server", "service_name", "model", descending=[True, False, False, False])
     ordered = most.head(_MOST_MODELS).sort("server", "service_name", "model", nulls_last=True)
@@ -85,17 +89,11 @@ def model_doubts(
     mixed, possible = [], []
     own = {plain_model_name(name) for name in known}
     # Aliases of one model, which the settings state, are one name.
-    names = {
-        each: {"" if plain_model_name(m) in own else plain_model_name(m) for m in models[each]}
-        for each in models
-    }
+    names = {each: {"" if plain_model_name(m) in own else plain_model_name(m) for m in models[each]} for each in models}
     apart = next(((a, b) for a, b in combinations(names, 2) if not names[a] & names[b]), None)
     if apart and not has_adapters:
         services = Counter(service for service, _ in models)
-        texts = [
-            f"{_service(*each, is_shared=services[each[0]] > 1)} names {_listed(models[each])}"
-            for each in apart
-        ]
+        texts = [f"{_service(*each, is_shared=services[each[0]] > 1)} names {_listed(models[each])}" for each in apart]
         mixed.append(
             f"servers of different models are in one run ({'; '.join(texts)}), and are read as one deployment: "
             "give the spans of each a run folder of its own"
@@ -106,12 +104,16 @@ def model_doubts(
         possible.append(
             f"spans of {_service(*several, is_shared=False)} name several models ({_listed(models[several])})"
             + (f", and none is {_shown(next(iter(known)))}" if known else "")
-            + ": if they are of several servers, give each a run folder of its own; if they are LoRA adapters, state model and enable_lora"
+            + (
+                ": if they are of several servers, give each a run folder of its own; if they are LoRA adapters, "
+                "state model and enable_lora"
+            )
         )
     total = sum(models.values(), Counter[str]())
     if config and total and all(_is_other(model, config) for model in total):
         possible.append(
-            f"spans name {_listed(total)}, and config.json is of {_shown(config)}: features of the model are those of config.json"
+            f"spans name {_listed(total)}, and config.json is of {_shown(config)}: features of the model are those "
+            "of config.json"
         )
     return ModelDoubts(tuple(mixed), tuple(possible))
 
@@ -132,7 +134,9 @@ def _shown(name: str) -> str:
 
 
 def plain_model_name(name: str) -> str:
-    """Return the name of a model without its folder or organisation: a path, a name of a hub and a short one may be of one model."""
+    """Return the name of a model without its folder or organisation: a path, a name of a hub and a short one may be of
+    one model.
+    """
     parts = [part for part in name.casefold().split("/") if part]
     cached = next((part for part in parts if part.startswith("models--")), None)
     return cached.rpartition("--")[2] if cached else parts[-1] if parts else ""

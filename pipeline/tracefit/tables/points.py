@@ -52,12 +52,8 @@ def points_of(spans: pl.DataFrame) -> pl.DataFrame:
     rows = []
     for *position, stated_text in of_points.select(*columns, text).iter_rows():
         stated: dict[str, Any] = json.loads(stated_text or "{}")
-        row = dict(zip(columns, position, strict=True)) | {
-            name: stated.get(name) for name in (*STATED, "point")
-        }
-        rows.append(
-            row | {name: json.dumps(stated.get(name), sort_keys=True) for name in ("settings", "unread")}
-        )
+        row = dict(zip(columns, position, strict=True)) | {name: stated.get(name) for name in (*STATED, "point")}
+        rows.append(row | {name: json.dumps(stated.get(name), sort_keys=True) for name in ("settings", "unread")})
     if not rows:
         return POINTS.empty()
     return POINTS.conform(pl.DataFrame(rows, infer_schema_length=None))

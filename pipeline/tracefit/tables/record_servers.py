@@ -1,9 +1,10 @@
 """Tell engines apart that records of steps give one name.
 
-A log or a recording names its engine by number or worker, and two servers may have the same: two pods in one log without
-prefixes, two logs of `Engine 000` in one folder. The step counter of one engine goes up record by record, and falls back only at a restart.
-In a file with two engines it goes from one counter to the other and back, again and again: no record says whose it is. Files
-that follow each other, in steps or in time, are of one engine, and files that do not are of one engine each.
+A log or a recording names its engine by number or worker, and two servers may have the same: two pods in one log
+without prefixes, two logs of `Engine 000` in one folder. The step counter of one engine goes up record by record, and
+falls back only at a restart. In a file with two engines it goes from one counter to the other and back, again and
+again: no record says whose it is. Files that follow each other, in steps or in time, are of one engine, and files that
+do not are of one engine each.
 """
 
 from __future__ import annotations
@@ -46,16 +47,15 @@ NAMED_RECORD = ("server", "source_offset", "unix_ns", "step_id", *_VALUES)
 
 
 def record_servers(records: pl.DataFrame) -> pl.DataFrame:
-    """Return new names of engines that share one: server, source_file, name; the name is null if the file has several engines.
+    """Return new names of engines that share one: server, source_file, name; the name is null if the file has several
+    engines.
 
     Args:
         records: Columns source_file, file_order (its number) and `NAMED_RECORD`, of logs and ForwardPassMetrics.
     """
     unchanged = pl.DataFrame(schema=dict.fromkeys([*_SERVER_KEY, "name"], pl.String))
     values = pl.struct(_VALUES).hash()
-    records = records.select(*_SERVER_KEY, *_POSITION, "unix_ns", "step_id", values=values).sort(
-        "server", *_POSITION
-    )
+    records = records.select(*_SERVER_KEY, *_POSITION, "unix_ns", "step_id", values=values).sort("server", *_POSITION)
     falls = (pl.col("step_id").diff() <= 0).sum()
     facts = records.group_by("server").agg(falls=falls, files=pl.col("source_file").n_unique())
     suspects = facts.filter((pl.col("falls") >= _FEWEST_SIGNS) | (pl.col("files") > 1))
@@ -70,9 +70,11 @@ def record_servers(records: pl.DataFrame) -> pl.DataFrame:
 
 
 def clock_setbacks(records: pl.DataFrame) -> pl.DataFrame:
-    """Return where the clock of a log was set back: server, source_file, source_offset of the first record after it, moved_ns.
+    """Return where the clock of a log was set back: server, source_file, source_offset of the first record after it,
+    moved_ns.
 
-    Times from there on are moved by `moved_ns`, the sum of all such jumps so far, so that they go on after the time before. The time
+    Times from there on are moved by `moved_ns`, the sum of all such jumps so far, so that they go on after the time
+    before. The time
     between is not known: it is made so long that it is not a step's.
 
     Args:
@@ -97,9 +99,7 @@ def with_one_clock(rows: pl.DataFrame, setbacks: pl.DataFrame) -> pl.DataFrame:
     if not setbacks.height:
         return rows
     moved = rows.with_row_index("_row").sort("source_offset")
-    moved = moved.join_asof(
-        setbacks.sort("source_offset"), on="source_offset", by=_SERVER_KEY, check_sortedness=False
-    )
+    moved = moved.join_asof(setbacks.sort("source_offset"), on="source_offset", by=_SERVER_KEY, check_sortedness=False)
     later = pl.col("unix_ns") + pl.col("moved_ns").fill_null(0)
     return moved.sort("_row").with_columns(unix_ns=later).drop("_row", "moved_ns")
 
@@ -123,8 +123,8 @@ def _shared(records: pl.DataFrame) -> pl.DataFrame:
     """Return server and source_file of the files in which two counters take turns.
 
     A sign of that is a record that goes on with another counter than the record before it, if that one is of a counter
-    too: far from it, at a step that follows a record nearby which nothing followed; or close to it, at a step that was there just
-    before with other values.
+    too: far from it, at a step that follows a record nearby which nothing followed; or close to it, at a step that was
+    there just before with other values.
     """
     step = pl.col("step_id")
     rows = records.select(*_SERVER_KEY, "step_id", at=pl.int_range(pl.len()).over(_SERVER_KEY)).with_columns(
@@ -139,9 +139,9 @@ def _shared(records: pl.DataFrame) -> pl.DataFrame:
         ("following", "forward"),
     )
     for wanted, strategy in sides:
-        found = of_counters.rename(
-            {"found_at": f"{wanted}_at", "found_after": f"{wanted}_after"}
-        ).with_columns(pl.col("at").alias("position"))
+        found = of_counters.rename({"found_at": f"{wanted}_at", "found_after": f"{wanted}_after"}).with_columns(
+            pl.col("at").alias("position")
+        )
         rows = rows.join_asof(
             found.drop("at"),
             left_on="at",
@@ -160,9 +160,7 @@ def _shared(records: pl.DataFrame) -> pl.DataFrame:
         & is_of_counter.shift(1).over(_SERVER_KEY)
         & pl.when(change > STEP_JITTER).then(goes_on).otherwise(is_again & (step > 1))
     )
-    counted = (
-        rows.sort(*_SERVER_KEY, "at").with_columns(sign=signs).group_by(_SERVER_KEY).agg(pl.col("sign").sum())
-    )
+    counted = rows.sort(*_SERVER_KEY, "at").with_columns(sign=signs).group_by(_SERVER_KEY).agg(pl.col("sign").sum())
     return counted.filter(pl.col("sign") >= _FEWEST_SIGNS).select(_SERVER_KEY)
 
 
@@ -181,9 +179,7 @@ def _by_file(records: pl.DataFrame, first: pl.DataFrame) -> pl.DataFrame:
     times = {"begin": pl.col("unix_ns").min(), "end": pl.col("unix_ns").max()}
     step = pl.col("step_id")
     steps = {"first_step": step.first(), "last_step": step.last(), "least": step.min(), "most": step.max()}
-    files = first.group_by(_SERVER_KEY, maintain_order=True).agg(
-        **times, **steps, order=pl.col("file_order").min()
-    )
+    files = first.group_by(_SERVER_KEY, maintain_order=True).agg(**times, **steps, order=pl.col("file_order").min())
     # A file whose records are all in another one is of the engine of that one.
     origin = first.select("server", "step_id", "values", origin="source_file")
     copies = (
@@ -192,9 +188,7 @@ def _by_file(records: pl.DataFrame, first: pl.DataFrame) -> pl.DataFrame:
         .join(origin, on=["server", "step_id", "values"])
     )
     names = []
-    for (server,), own in files.sort("begin", "order", nulls_last=True).group_by(
-        "server", maintain_order=True
-    ):
+    for (server,), own in files.sort("begin", "order", nulls_last=True).group_by("server", maintain_order=True):
         engine_of = _engines_of(own)
         if len(set(engine_of.values())) == 1:
             continue
@@ -214,9 +208,7 @@ def _engines_of(files: pl.DataFrame) -> dict[str, str]:
     ).iter_rows():
         following = [c for c in counters if 0 < first_step - c.last_step <= STEP_JITTER]
         later = [
-            c
-            for c in counters
-            if (least > c.most_step if begin is None or c.last_ns is None else begin >= c.last_ns)
+            c for c in counters if (least > c.most_step if begin is None or c.last_ns is None else begin >= c.last_ns)
         ]
         if not (following or later):
             counters.append(_Counter(file, last_step, most, end))

@@ -206,7 +206,8 @@ def _number(name: str) -> pl.Expr:
 
 
 def _in_seconds(spans: pl.DataFrame) -> pl.DataFrame:
-    """Convert the latencies that an agent wrote in nanoseconds to seconds, and times that vLLM before 1.0 wrote in milliseconds.
+    """Convert the latencies that an agent wrote in nanoseconds to seconds, and times that vLLM before 1.0 wrote in
+    milliseconds.
 
     A span is converted if all its latencies fit into it as nanoseconds, and the longest does not fit as seconds.
     """
@@ -272,9 +273,9 @@ def request_spans(spans: pl.DataFrame) -> pl.DataFrame:
     spans = spans.with_columns(trace_id=pl.coalesce("twin", "trace_id"))
     ids = ("trace_id", "span_id", "parent_span_id", "scope", "name", "server", "server_zero", "owner")
     is_repeated = (pl.col("scope") == dialects.SGLANG_SCOPE) & pl.col("owner").is_null()
-    return spans.filter(
-        pl.any_horizontal(map(_matches, _RULE_KINDS)), ~is_repeated.fill_null(value=False)
-    ).select(*ids, "start_unix_ns", "end_unix_ns", *dialects.SPAN_KEYS)
+    return spans.filter(pl.any_horizontal(map(_matches, _RULE_KINDS)), ~is_repeated.fill_null(value=False)).select(
+        *ids, "start_unix_ns", "end_unix_ns", *dialects.SPAN_KEYS
+    )
 
 
 def requests_from_spans(spans: pl.DataFrame) -> pl.DataFrame:
@@ -336,14 +337,12 @@ def _completed(rows: pl.DataFrame) -> pl.DataFrame:
 def _add_requests_from_spans(requests: pl.DataFrame, described: pl.DataFrame) -> pl.DataFrame:
     """Add the requests described by spans to those described by events.
 
-    A request that both describe stays one row: values of spans fill the gaps that events leave. The two are the same request if
-    the span is the request's span or its child, or has the same request id in the same trace.
+    A request that both describe stays one row: values of spans fill the gaps that events leave. The two are the same
+    request if the span is the request's span or its child, or has the same request id in the same trace.
     """
     rows, described = requests.with_row_index("_row"), described.with_row_index("_span")
     pairs = _pairs(rows, described)
-    facts = [
-        c for c in described.columns if c in schema.REQUESTS.names and c not in (*_REQUEST_IDS, "dialect")
-    ]
+    facts = [c for c in described.columns if c in schema.REQUESTS.names and c not in (*_REQUEST_IDS, "dialect")]
     both = rows.join(pairs, on="_row", how="left", maintain_order="left").join(
         described.select("_span", *facts), on="_span", how="left", suffix="_of_span", maintain_order="left"
     )
@@ -377,12 +376,11 @@ def _without_events(described: pl.DataFrame) -> pl.DataFrame:
         ("preempted_events", "requeue_before_us", "requeue_after_us"), pl.Float64()
     )
     missing = [pl.lit(None, wanted[c]).alias(c) for c in wanted if c not in described.columns]
-    rows = _with_durations(
-        described.with_columns(*missing, *(pl.col(c).alias(f"{c}_stated") for c in stated))
-    )
+    rows = _with_durations(described.with_columns(*missing, *(pl.col(c).alias(f"{c}_stated") for c in stated)))
     rows = rows.with_columns(pl.coalesce(f"{c}_stated", c).alias(c) for c in stated)
     # The front end stamps only its end: the parts before the queue and on the way back cannot be separated.
-    # The admission is rounded to whole nanoseconds: rounding errors around zero must not count as times in percentage errors.
+    # The admission is rounded to whole nanoseconds: rounding errors around zero must not count as times in percentage
+    # errors.
     admission = (pl.col("ttft_us") - pl.col("queue_wait_us") - pl.col("prefill_us")).round(3)
     # vLLM before 1.0 states neither prefill nor decode.
     is_missing = (pl.col("dialect") == dialects.STOCK) & pl.col("decode_us_stated").is_null()
@@ -390,8 +388,8 @@ def _without_events(described: pl.DataFrame) -> pl.DataFrame:
         admission_us=pl.coalesce("admission_us", admission),
         decode_us=pl.when(is_missing).then(pl.col("e2e_us") - pl.col("ttft_us")).otherwise("decode_us"),
     )
-    # If phases are stated only as durations, their times are counted back from the first token: accurate enough to order
-    # and split requests, but the difference to the arrival includes the way back from the engine.
+    # If phases are stated only as durations, their times are counted back from the first token: accurate enough to
+    # order and split requests, but the difference to the arrival includes the way back from the engine.
     scheduled = pl.col("first_token_ns") - _ns("prefill_us")
     rows = rows.with_columns(first_scheduled_ns=pl.coalesce("first_scheduled_ns", scheduled))
     queued = pl.col("first_scheduled_ns") - _ns("queue_wait_us")
@@ -519,8 +517,7 @@ def with_api_moved(requests: pl.DataFrame, ahead: pl.DataFrame) -> pl.DataFrame:
         pl.when(is_off).then(pl.col(c) - pl.col("ahead_ns")).otherwise(c).alias(c) for c in _API_TIMES
     )
     durations = {
-        name: pl.when(is_off).then(pl.coalesce(value, name)).otherwise(name)
-        for name, value in _of_api().items()
+        name: pl.when(is_off).then(pl.coalesce(value, name)).otherwise(name) for name, value in _of_api().items()
     }
     return _with_rates(moved.with_columns(**durations).drop("ahead_ns"))
 
@@ -544,9 +541,7 @@ def _with_durations(requests: pl.DataFrame) -> pl.DataFrame:
         last_token_ns=pl.when(~cut_off & (pl.col("output_tokens") > 0)).then("finished_ns"),
         **_of_api(),
         queue_wait_us=_us("first_scheduled_ns", "queued_ns"),
-        requeue_wait_us=pl.when(pl.col("first_scheduled_ns").is_not_null()).then(
-            requeue["before"] + requeue["after"]
-        ),
+        requeue_wait_us=pl.when(pl.col("first_scheduled_ns").is_not_null()).then(requeue["before"] + requeue["after"]),
         prefill_us=_us("first_token_ns", "first_scheduled_ns") - requeue["before"],
         decode_us=_us("finished_ns", "first_token_ns") - requeue["after"],
         engine_us=_us("finished_ns", "queued_ns"),

@@ -56,8 +56,8 @@ class RunPart:
 
     Attributes:
         name: Its name.
-        files: file (number in the part), file_order (of the file among those of all runs), source_file, run (its number).
-            Rows of other files do not count.
+        files: file (number in the part), file_order (of the file among those of all runs), source_file, run (its
+            number). Rows of other files do not count.
         has_records: Whether recorded steps are among its rows.
     """
 
@@ -118,9 +118,7 @@ class ResolvedRuns:
     owners: pl.DataFrame
 
 
-def resolve(
-    storage: Storage, parts: Sequence[RunPart], *, several: bool = False, spread: Spread = map
-) -> ResolvedRuns:
+def resolve(storage: Storage, parts: Sequence[RunPart], *, several: bool = False, spread: Spread = map) -> ResolvedRuns:
     """Find the spans of some runs that count, with their servers, and the clocks of the servers.
 
     A span is identified by (run, trace_id, span_id): if it was read twice, the first one counts.
@@ -207,9 +205,7 @@ def _log_owners(
     engines: dict[int, set[str]] = {}
     for part in (part for part in parts if part.has_records):
         rows = read_staged(storage, part.name, "recorded_steps", ("file", "server", "cycle_source"))
-        logged = part.of_files(
-            rows.filter(is_from(lambda source: source.of_traced_server)), "run", "source_file"
-        )
+        logged = part.of_files(rows.filter(is_from(lambda source: source.of_traced_server)), "run", "source_file")
         if several:
             logged = logged.with_columns(qualified("server"))
         engines_of_part = with_names(logged, renamed).select("run", "server").drop_nulls().unique()
@@ -263,9 +259,7 @@ def _owners(spans: pl.DataFrame) -> pl.DataFrame:
         )
         stages = (
             stages.join(parents.unique(above), on=above, how="left", maintain_order="left")
-            .with_columns(
-                owner=pl.coalesce("owner", "owner_above"), thread=pl.coalesce("thread", "thread_above")
-            )
+            .with_columns(owner=pl.coalesce("owner", "owner_above"), thread=pl.coalesce("thread", "thread_above"))
             .drop("owner_above", "thread_above")
         )
     label, rank, replica = (pl.col("thread").str.split("|").list.get(n, null_on_oob=True) for n in range(3))
@@ -318,10 +312,10 @@ def _facts(spans: pl.DataFrame) -> pl.DataFrame:
     )
 
 
-def _narrow_parts(
-    storage: Storage, parts: Sequence[RunPart], *, several: bool
-) -> list[tuple[pl.DataFrame, int]]:
-    """Return the spans of each part that count, with the columns that this module needs, and the number of all its spans."""
+def _narrow_parts(storage: Storage, parts: Sequence[RunPart], *, several: bool) -> list[tuple[pl.DataFrame, int]]:
+    """Return the spans of each part that count, with the columns that this module needs, and the number of all its
+    spans.
+    """
     narrow = []
     for part in parts:
         staged = read_staged(storage, part.name, "spans", _NARROW)
@@ -394,9 +388,7 @@ def _with_server(spans: pl.DataFrame, marks_of: Callable[[pl.DataFrame], pl.Data
 def _events_of(storage: Storage, part: str) -> pl.DataFrame:
     steps = read_staged(storage, part, "steps", ("row", "unix_ns", "ts_start_ns", "step_id"))
     snapshots = read_staged(storage, part, "snapshots", ("row", "unix_ns", "step_id"))
-    journeys = read_staged(
-        storage, part, "journeys", ("row", "unix_ns", "ts_ns", "step_id", "layer", "event")
-    )
+    journeys = read_staged(storage, part, "journeys", ("row", "unix_ns", "ts_ns", "step_id", "layer", "event"))
     # SCHEDULED and PREEMPTED are stamped at the start of a step, in schedule(); all other events after its
     # execution, when the counter already stands one higher.
     late = pl.when(pl.col("event").is_in(["SCHEDULED", "PREEMPTED"])).then(0).otherwise(1)

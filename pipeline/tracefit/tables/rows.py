@@ -129,9 +129,7 @@ class SpanRows:
 def _event_types() -> dict[str, dict[str, pl.DataType]]:
     """Return, by event name and attribute key, the type of the column."""
     journey = _types(dialects.JOURNEY_KEYS, schema.JOURNEY_EVENTS)
-    journey |= dict.fromkeys(dialects.TS_NS_KEYS, pl.Int64()) | dict.fromkeys(
-        dialects.TS_S_KEYS, pl.Float64()
-    )
+    journey |= dict.fromkeys(dialects.TS_NS_KEYS, pl.Int64()) | dict.fromkeys(dialects.TS_S_KEYS, pl.Float64())
     types = {spelled: journey for kind in dialects.EVENT_KINDS for spelled in kind.spellings}
     types[dialects.STEP_EVENT] = _types(dialects.STEP_KEYS, schema.STEPS)
     types[dialects.SNAPSHOT_EVENT] = _types(dialects.SNAPSHOT_KEYS, schema.REQUEST_SNAPSHOTS)
@@ -213,12 +211,7 @@ def _thread() -> pl.Expr:
     """Return which of SGLang's threads a span is: label, ranks in a replica, and replica; empty for a request."""
     tp, pp, dp = (pl.col(key).fill_null("") for key in dialects.THREAD_KEYS[2:])
     thread = pl.format("{}|{}|{}", "thread_label", pl.format("{} {}", tp, pp).str.strip_chars(), dp)
-    return (
-        pl.when(pl.col("rid").is_not_null())
-        .then(pl.lit(""))
-        .when(pl.col("thread_label").is_not_null())
-        .then(thread)
-    )
+    return pl.when(pl.col("rid").is_not_null()).then(pl.lit("")).when(pl.col("thread_label").is_not_null()).then(thread)
 
 
 def _numbered(frame: pl.DataFrame, row_of_span: pl.DataFrame) -> pl.DataFrame:
@@ -278,9 +271,7 @@ def _first(frame: pl.DataFrame, spellings: Iterable[str], dtype: pl.DataType) ->
     return pl.coalesce(present) if present else pl.lit(None, dtype)
 
 
-def _columns_of(
-    frame: pl.DataFrame, keys: Mapping[str, tuple[str, ...]], table: schema.TableSchema
-) -> list[pl.Expr]:
+def _columns_of(frame: pl.DataFrame, keys: Mapping[str, tuple[str, ...]], table: schema.TableSchema) -> list[pl.Expr]:
     """Return attribute columns as table columns, with row and `unix_ns`."""
     types = table.types
     return [
@@ -304,9 +295,7 @@ def _or_other(text: pl.Expr) -> pl.Expr:
 def _journeys(events: Mapping[str, pl.DataFrame]) -> pl.DataFrame:
     """Return the events of both layers, in every spelling."""
     parts = [
-        events[spelled].with_columns(
-            own_scope=pl.lit(kind.scope), layer=pl.lit(kind.layer), event=pl.lit(kind.event)
-        )
+        events[spelled].with_columns(own_scope=pl.lit(kind.scope), layer=pl.lit(kind.layer), event=pl.lit(kind.event))
         for kind in dialects.EVENT_KINDS
         for spelled in kind.spellings
         if spelled in events
@@ -325,9 +314,7 @@ def _ts_ns(frame: pl.DataFrame) -> pl.Expr:
     return pl.coalesce(pl.when(exact > 0).then(exact), (seconds * 1e9).round().cast(pl.Int64, strict=False))
 
 
-def _split_complete(
-    frame: pl.DataFrame, needed: tuple[str, ...], reason: str
-) -> tuple[pl.DataFrame, pl.DataFrame]:
+def _split_complete(frame: pl.DataFrame, needed: tuple[str, ...], reason: str) -> tuple[pl.DataFrame, pl.DataFrame]:
     """Return the rows that have every needed column, and the others as rejects."""
     bad = frame.filter(pl.any_horizontal(pl.col(needed).is_null()))
     return frame.drop_nulls(needed), bad.select("row", reason=pl.lit(reason))

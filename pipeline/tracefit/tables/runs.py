@@ -60,24 +60,17 @@ def run_rows(scan: Callable[[str], pl.LazyFrame], run: pl.Expr, columns: pl.Data
     traced = pl.col("steps") > 0
     return schema.RUNS.conform(
         rows.with_columns(
-            *(
-                pl.col(c).fill_null(0)
-                for c in ("steps", "requests", "epochs", "rich_steps", "spans", "dropped_events")
-            ),
+            *(pl.col(c).fill_null(0) for c in ("steps", "requests", "epochs", "rich_steps", "spans", "dropped_events")),
             *(pl.when(pl.col(c).is_finite()).then(c).alias(c) for c in _RATIOS),
         ).with_columns(
-            lost_steps=pl.when(pl.col("recorded_steps") > 0).then(
-                pl.col("counted") - pl.col("recorded_steps")
-            ),
+            lost_steps=pl.when(pl.col("recorded_steps") > 0).then(pl.col("counted") - pl.col("recorded_steps")),
             step_sampling=pl.when(traced).then(pl.col("steps") / pl.col("counted")).otherwise(0.0),
             snapshot_sampling=pl.when(traced).then(pl.col("rich_steps") / pl.col("steps")),
         )
     )
 
 
-def with_implausible(
-    runs: pl.DataFrame, rejects: pl.DataFrame, odd: pl.DataFrame
-) -> tuple[pl.DataFrame, pl.DataFrame]:
+def with_implausible(runs: pl.DataFrame, rejects: pl.DataFrame, odd: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
     """Add the values that break a rule to the `runs` and `rejects` tables of their runs.
 
     Args:
@@ -85,10 +78,7 @@ def with_implausible(
         rejects: The rows of `rejects` of these runs.
         odd: The second result of `TableSchema.sift_derived`: run_id, reason, count.
     """
-    counts = {
-        run_id: Counter(json.loads(text or "{}"))
-        for run_id, text in runs.select("run_id", "implausible").rows()
-    }
+    counts = {run_id: Counter(json.loads(text or "{}")) for run_id, text in runs.select("run_id", "implausible").rows()}
     for run_id, reason, count in odd.iter_rows():
         counts[run_id][reason] += count
     texts = {run_id: json.dumps(count, sort_keys=True) for run_id, count in counts.items() if count}
@@ -223,22 +213,17 @@ _RATIOS = {
     "arrival_rate_per_s": (_ARRIVAL.count() - 1) / divided(_ARRIVAL.max() - _ARRIVAL.min(), 1e9),
     "prefix_hit_ratio": _CACHED.sum() / pl.col("prompt_tokens").filter(_CACHED.is_not_null()).sum(),
     # From sums of integers, because the last digit of a mean may depend on the order of rows.
-    **{
-        f"{c}_mean": pl.col(c).sum() / pl.col(c).count()
-        for c in ("prompt_tokens", "max_tokens", "output_tokens")
-    },
+    **{f"{c}_mean": pl.col(c).sum() / pl.col(c).count() for c in ("prompt_tokens", "max_tokens", "output_tokens")},
 }
 
 
 def _sampling(scan: Callable[[str], pl.LazyFrame]) -> pl.DataFrame:
     """Count steps and steps with snapshots per server, and estimate the share of requests with a journey.
 
-    A traced request decodes in the sampled steps between its first token and its end, while a summary counts all requests:
-    the ratio of the two sums is the share. A server without step summaries has no estimate.
+    A traced request decodes in the sampled steps between its first token and its end, while a summary counts all
+    requests: the ratio of the two sums is the share. A server without step summaries has no estimate.
     """
-    ends = scan("requests").filter(
-        pl.all_horizontal(pl.col("first_token_step", "finished_step").is_not_null())
-    )
+    ends = scan("requests").filter(pl.all_horizontal(pl.col("first_token_step", "finished_step").is_not_null()))
     edges = pl.concat(
         ends.select(*_NARROW_STEP[:2], step_id=pl.col(step) + 1, change=pl.lit(change, pl.Int32))
         for step, change in (("first_token_step", 1), ("finished_step", -1))
@@ -252,9 +237,7 @@ def _sampling(scan: Callable[[str], pl.LazyFrame]) -> pl.DataFrame:
     narrow = scan("steps").select(*_NARROW_STEP, "num_decode_reqs")
     # The empty first batch gives a run without steps its sums of 0.
     for steps in chain([narrow.clear().collect()], narrow.collect_batches(chunk_size=_STEP_WINDOW)):
-        at_steps = steps.sort("step_id").join_asof(
-            running, on="step_id", by=_ENGINE_IN_RUN, check_sortedness=False
-        )
+        at_steps = steps.sort("step_id").join_asof(running, on="step_id", by=_ENGINE_IN_RUN, check_sortedness=False)
         is_rich = steps.join(rich, on=_STEP_IN_RUN, how="semi").group_by(_SERVER).agg(rich_steps=pl.len())
         decoding = at_steps.group_by(_SERVER).agg(
             steps=pl.len(),

@@ -318,11 +318,12 @@ RUNS = TableSchema(
         ),
         _us(
             "api_clock_ahead_us",
-            "how far the API's clock was ahead of the engine core's, from events that cause each other; null if they are in order",
+            (
+                "how far the API's clock was ahead of the engine core's, from events that cause each other; null if "
+                "they are in order"
+            ),
         ),
-        _us(
-            "api_clock_error_us", "largest possible error of api_clock_ahead_us, given the events of requests"
-        ),
+        _us("api_clock_error_us", "largest possible error of api_clock_ahead_us, given the events of requests"),
         _json("events", "number of events of each name"),
         _json("implausible", "number of rows that broke each rule, in the whole run; `rejects` lists them"),
         _json(
@@ -355,7 +356,10 @@ RUNS = TableSchema(
         _us("kv_block_lifetime_us", "mean lifetime of a removed KV block"),
         _f(
             "kv_prefix_hit_ratio",
-            "KV blocks of requests that were not stored again, as the cache had them / full blocks of their prompts; null unless all journeys are traced",
+            (
+                "KV blocks of requests that were not stored again, as the cache had them / full blocks of their "
+                "prompts; null unless all journeys are traced"
+            ),
         ),
         _f("prefix_hit_ratio", "share of prompt tokens found in the prefix cache, from snapshots"),
         _ns("first_unix_ns", "start of the first span"),
@@ -378,9 +382,7 @@ SPANS = TableSchema(
         _ns("start_unix_ns", "start"),
         _ns("end_unix_ns", "end"),
         _s("status_code", "UNSET, OK or ERROR"),
-        _s(
-            "status_message", "one of a fixed list of reasons, or `other`, because messages may quote prompts"
-        ),
+        _s("status_message", "one of a fixed list of reasons, or `other`, because messages may quote prompts"),
         _s("service_name", "service.name"),
         Column("map", "attributes", "allow-listed span attributes, scalars as JSON text"),
         _i("dropped_events", "events of this span that the SDK dropped"),
@@ -404,9 +406,7 @@ JOURNEY_EVENTS = TableSchema(
         _ns("unix_ns", "time on the wall clock"),
         _step("step_id", "scheduler.step"),
         _s("phase", "WAITING, PREFILL or DECODE"),
-        _tokens(
-            "prefill_done_tokens", "largest number of prompt tokens computed so far", limit="max_model_len"
-        ),
+        _tokens("prefill_done_tokens", "largest number of prompt tokens computed so far", limit="max_model_len"),
         _tokens("prefill_total_tokens", "prompt tokens", limit="max_model_len"),
         _tokens("decode_done_tokens", "output tokens so far", limit="max_model_len"),
         _tokens("decode_max_tokens", "output tokens allowed"),
@@ -585,12 +585,13 @@ REQUESTS = TableSchema(
         _s("finish_status", "stopped, length, aborted, ignored or error"),
         _us(
             "admission_us",
-            "QUEUED - ARRIVED; for stock spans TTFT - queue wait - prefill, which includes the return of the first token",
+            (
+                "QUEUED - ARRIVED; for stock spans TTFT - queue wait - prefill, which includes the return of the first "
+                "token"
+            ),
         ),
         _us("queue_wait_us", "first SCHEDULED - QUEUED"),
-        _duration(
-            "requeue_wait_us", "sum of RESUME - PREEMPTED, the time in which the request was preempted"
-        ),
+        _duration("requeue_wait_us", "sum of RESUME - PREEMPTED, the time in which the request was preempted"),
         _us("time_in_queue_us", "first SCHEDULED - ARRIVED"),
         _duration("prefill_us", "FIRST_TOKEN - first SCHEDULED - time preempted before FIRST_TOKEN"),
         _duration("decode_us", "FINISHED - FIRST_TOKEN - time preempted after FIRST_TOKEN"),
@@ -604,9 +605,7 @@ REQUESTS = TableSchema(
         _duration("client_e2e_us", "time from send to last token at a load generator"),
         _duration("network_us", "client_ttft - ttft, the time in the network and the front end"),
         _us("itl_us", "(FINISHED - FIRST_TOKEN) / (output tokens - 1)"),
-        _duration(
-            "itl_p99_us", "99th percentile of the request's inter-token times, if all of them were measured"
-        ),
+        _duration("itl_p99_us", "99th percentile of the request's inter-token times, if all of them were measured"),
         _us("tpot_us", "(last token - FIRST_TOKEN) / (output tokens - 1); null if cut off"),
         _us("inference_us", "last token - first SCHEDULED; null if cut off"),
         _duration("kv_transfer_us", "wait for KV blocks from another server, from spans"),
@@ -620,9 +619,7 @@ REQUESTS = TableSchema(
             "model_forward_us",
             "time of the forward passes of these steps, from spans only, because a step's time does not show it",
         ),
-        _duration(
-            "model_execute_us", "execution time of these steps, including sampling and synchronization"
-        ),
+        _duration("model_execute_us", "execution time of these steps, including sampling and synchronization"),
         _f("tokens_per_s", "output tokens / e2e", unit="token/s"),
         _f("queue_ratio", "time_in_queue / e2e"),
         _f("execute_ratio", "model_execute / e2e"),
@@ -673,7 +670,10 @@ TIMELINE = TableSchema(
         _ns("ts_start_ns", "start of the step; null if no trace shows it"),
         _s(
             "start_source",
-            "source of the start: summary, scheduled, update, request, or the source of stamped steps, with _change where a coarse stamp changes",
+            (
+                "source of the start: summary, scheduled, update, request, or the source of stamped steps, with "
+                "_change where a coarse stamp changes"
+            ),
         ),
         _duration("start_sd_us", "standard deviation of the start; 0 for a summary"),
         Column(
@@ -687,8 +687,8 @@ TIMELINE = TableSchema(
         _duration("cycle_sd_us", "standard deviation of cycle_us, from those of the starts"),
         _s(
             "cycle_source",
-            "source of cycle_us: adjacent (between two consecutive summaries), interval (over several steps), request (both "
-            "starts counted from requests), or one in docs/reference/recordings.md",
+            "source of cycle_us: adjacent (between two consecutive summaries), interval (over several steps), "
+            "request (both starts counted from requests), or one in docs/reference/recordings.md",
         ),
         _step("interval_steps", "number of steps that cycle_us averages"),
         _n("num_prefill_reqs", "scheduled requests without an output token"),

@@ -1,7 +1,8 @@
 """Sources of step times: how each one gets its times, and how far these are from those of the steps.
 
-A source is declared where its steps are made: those that follow from spans here and in `tables.stages`, those of a recording in the
-module of `recordings` that reads it. Other code asks for properties, so that a new recording is one more declaration.
+A source is declared where its steps are made: those that follow from spans here and in `tables.stages`, those of a
+recording in the module of `recordings` that reads it. Other code asks for properties, so that a new recording is one
+more declaration.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ class CycleSource:
         error: How far its times are from those of the steps, in words.
         recorder: The recorder of the steps in words; empty if they follow from spans.
         evidence: Its rows in words, where evidence is counted.
-        seen_by: `engine`, whose counter numbers the steps; `client`, whose benchmarks are numbered apart, and which is the
-            last resort; or `spans`.
+        seen_by: `engine`, whose counter numbers the steps; `client`, whose benchmarks are numbered apart, and which is
+            the last resort; or `spans`.
         time: How a step gets its time: a record has it (`stated`), it lies between the stamps at the ends of two steps
             (`stamped`), or between two starts (`between`).
         sd_us: Standard deviation of a stated time, or of a stamp.
@@ -50,11 +51,13 @@ class CycleSource:
         from_requests: Whether the batches follow from the times of requests, and so may include prefix-cache hits.
         means: The source of means over several steps, where stamps are too coarse to bound single ones.
         from_sglang: The source of the same records if the server is SGLang.
-        of_traced_server: Whether its steps are the traced server's, if a run has one such server and one engine with records.
+        of_traced_server: Whether its steps are the traced server's, if a run has one such server and one engine with
+            records.
         has_sweep: Whether a server sweeps through batch sizes before the load while it records.
         is_by_rank: Whether data-parallel ranks record apart, so that some may be missing.
         fields: The names of its times, if their units are checked against each other.
-        if_lost: Where its records are sampled, and how to record all, as a warning where numbers of the step counter are missing.
+        if_lost: Where its records are sampled, and how to record all, as a warning where numbers of the step counter
+            are missing.
         caution: A warning wherever it occurs while the server's scheduler runs ahead of the GPU.
         target_source: Source of the target in coefficient files.
         notes: The gaps of its records, as notes of a model that was fitted on them.

@@ -19,7 +19,9 @@ BLOCK_NS = 600_000_000_000
 SGLANG_SOURCE = declare(
     CycleSource(
         name="sglang",
-        interval="results of a step to those of the next, after idling from the arrival to the results, by SGLang's spans",
+        interval=(
+            "results of a step to those of the next, after idling from the arrival to the results, by SGLang's spans"
+        ),
         error="microseconds: the scheduler handles the results of a step one after the other",
         seen_by="spans",
     )
@@ -57,9 +59,7 @@ def results_of(spans: pl.DataFrame, requests: pl.DataFrame) -> pl.DataFrame:
     stages = spans.filter(
         pl.col("scope") == dialects.SGLANG_SCOPE, pl.col("name").is_in([_LOOP, _CHUNK, _PROMPT_STAGES])
     )
-    facts = requests.select(
-        "trace_id", "owner", "prompt_tokens", "output_tokens", "cached_prompt_tokens", "queued_ns"
-    )
+    facts = requests.select("trace_id", "owner", "prompt_tokens", "output_tokens", "cached_prompt_tokens", "queued_ns")
     loop, chunk = (pl.col("name") == name for name in (_LOOP, _CHUNK))
     request = ["trace_id", "owner"]
     number = pl.col("decode_ct").cast(pl.Int64, strict=False)
@@ -87,7 +87,9 @@ def results_of(spans: pl.DataFrame, requests: pl.DataFrame) -> pl.DataFrame:
 
 
 def batch_numbers(results: pl.DataFrame, apart: int = _APART_STEPS) -> pl.DataFrame:
-    """Return results in the order of time, with the number of their batch from 0; `apart` is `_APART_STEPS` for them."""
+    """Return results in the order of time, with the number of their batch from 0; `apart` is `_APART_STEPS` for
+    them.
+    """
     gap, shorter = pl.col("end_ns").diff(), pl.min_horizontal("lasted_ns", pl.col("lasted_ns").shift(1))
     is_new = (gap * apart > shorter).fill_null(value=True)
     return results.sort("end_ns", maintain_order=True).with_columns(batch=is_new.cum_sum() - 1)

@@ -3,8 +3,8 @@
 `TABLES/.stage/<part>/` holds one Arrow IPC file per frame of `SpanRows`. It is tracefit's own store, not a
 published table: the manifest says which parts are valid, and a part of another tool version is decoded again.
 Small files share a part, also those of several runs, but the rows of each stay separate: they count as long as
-the manifest names the part for the file. The name of a part ends in a hash of its files, so that damage is detected before the part
-is read.
+the manifest names the part for the file. The name of a part ends in a hash of its files, so that damage is detected
+before the part is read.
 """
 
 from __future__ import annotations
@@ -43,9 +43,7 @@ def write_staged(rows: SpanRows, storage: Storage) -> str:
             with create(paths[kind]) as stream:
                 frame.write_ipc(stream, compression="lz4", record_batch_size=_BATCH_ROWS)
         # Random before the hash: two decodings of a file may exist at once, and the manifest names only one.
-        part = uuid.uuid4().hex[:-_PART_HASH_DIGITS] + _hash_of(
-            {p.name: digest_of(p) for p in paths.values()}
-        )
+        part = uuid.uuid4().hex[:-_PART_HASH_DIGITS] + _hash_of({p.name: digest_of(p) for p in paths.values()})
         storage.put({_name(part, kind): path for kind, path in paths.items()})
     return part
 

@@ -48,7 +48,8 @@ class Disk:
 
     @contextmanager
     def lock(self, waiting: Callable[[], None], own: Iterable[str]) -> Iterator[Disk]:
-        """Lock the folder for writing; if another process has locked it, call `waiting` and wait. A thread may lock it again.
+        """Lock the folder for writing; if another process has locked it, call `waiting` and wait. A thread may lock it
+        again.
 
         Args:
             waiting: Called before waiting.
@@ -135,7 +136,9 @@ class Disk:
             raise DataError(f"cannot be read ({error.strerror})", where=str(path)) from error
 
     def signature(self, name: str) -> tuple[int, ...] | None:
-        """Return a value that changes when a small file is replaced; null if the file is missing or checking would be costly."""
+        """Return a value that changes when a small file is replaced; null if the file is missing or checking would be
+        costly.
+        """
         try:
             facts = os.lstat(self.root / name)
         except OSError:
@@ -273,9 +276,7 @@ class Bucket:
         The others may be those of a writer that has not written its manifest yet, or of a reader that has
         read one before.
         """
-        objects = [
-            (f"{folder}/{name}".lstrip("/"), when) for name, _, when in buckets.below(self._path(folder))
-        ]
+        objects = [(f"{folder}/{name}".lstrip("/"), when) for name, _, when in buckets.below(self._path(folder))]
         # By the clock of the bucket: its newest object shows the approximate time.
         newest = max((when for _, when in objects), default=None)
         return [name for name, when in objects if newest and when < newest - LEFTOVER_AGE]

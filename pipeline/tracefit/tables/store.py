@@ -61,9 +61,7 @@ class StagedPart(_Strict, frozen=True):
     """Decoded rows of a trace file."""
 
     name: Annotated[str, Meta(pattern=r"^[0-9a-f]{32}$", description="folder below .stage")]
-    file: Annotated[
-        Count, Meta(description="number that the file's rows have in the part: small files share one")
-    ]
+    file: Annotated[Count, Meta(description="number that the file's rows have in the part: small files share one")]
     spans: Annotated[Count, Meta(description="spans of the vLLM scopes in it")]
     other_spans: Annotated[Count, Meta(description="spans of other scopes, counted and left out")]
     rejects: Annotated[Count, Meta(description="records in it that could not be read")]
@@ -81,15 +79,16 @@ class ReadFile(_Strict, frozen=True):
     modified_ns: Annotated[
         int | None,
         Meta(
-            description="Unix time of its last change (ctime), if that was long enough ago that a later change has another: "
-            "with the size, it identifies the content"
+            description="Unix time of its last change (ctime), if that was long enough ago that a later change has "
+            "another: with the size, it identifies the content"
         ),
     ] = None
 
 
 _MANY_PARTS = 16
 _SMALL_PART_BYTES = 256 << 10
-"""At least this many parts of runs, of at most this size each, are read together; a long table is read column by column."""
+"""At least this many parts of runs, of at most this size each, are read together; a long table is read column by
+column."""
 
 
 class TableFile(_Strict, frozen=True):
@@ -101,26 +100,21 @@ class TableFile(_Strict, frozen=True):
 class IngestedRun(_Strict, frozen=True):
     """One ingested run: its files and its tables."""
 
-    source: Annotated[
-        str | None, Meta(description="the folder it was read from; null for files named one by one")
-    ] = None
-    options: Annotated[
-        str | None, Meta(description="hash of the options that say what of a span is kept")
-    ] = None
+    source: Annotated[str | None, Meta(description="the folder it was read from; null for files named one by one")] = (
+        None
+    )
+    options: Annotated[str | None, Meta(description="hash of the options that say what of a span is kept")] = None
     files: tuple[ReadFile, ...] = ()
     built_from: Annotated[
         str | None,
-        Meta(
-            description="hash of what its tables were built from, files and configuration; "
-            "null before there are any"
-        ),
+        Meta(description="hash of what its tables were built from, files and configuration; null before there are any"),
     ] = None
     tables: dict[str, TableFile] = {}
     stamp: Annotated[
         str | None,
         Meta(
-            description="hash of size and time of change (ctime) of its tables' files on disk: while it is the same, they are not "
-            "read to see whether they are whole"
+            description="hash of size and time of change (ctime) of its tables' files on disk: while it is the same, "
+            "they are not read to see whether they are whole"
         ),
     ] = None
 
@@ -186,7 +180,8 @@ ROW_GROUP_BYTES = 16 << 20
 """Bytes of a row group: wide rows, such as spans, reach it before `ROW_GROUP_ROWS`."""
 
 _SMALL_PART_ROWS = 1024
-"""Rows up to which a table has no dictionaries, and its bytes are not counted: with many columns both take longer than they save."""
+"""Rows up to which a table has no dictionaries, and its bytes are not counted: with many columns both take longer than
+they save."""
 
 PIECE_ROWS = 16 * 1024
 """Rows converted at a time, so that the copies stay small."""
@@ -201,9 +196,7 @@ _LOCK_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 2.0
 """Attempts to replace a manifest that other processes replace too, and the longest pauses between them."""
 
-_REMOVABLE = re.compile(
-    rf"{re.escape(STAGE_NAME)}/|[^/]+/run_id=[^/]+/part-[0-9a-f]{{{_HASH_DIGITS}}}\.parquet$"
-)
+_REMOVABLE = re.compile(rf"{re.escape(STAGE_NAME)}/|[^/]+/run_id=[^/]+/part-[0-9a-f]{{{_HASH_DIGITS}}}\.parquet$")
 """Names of staged parts and of parts of tables; no other file is ever removed."""
 
 _TOP_NAMES = {MANIFEST_NAME, STAGE_NAME, *schema.TABLES}
@@ -238,9 +231,7 @@ class TableStore:
         self._pinned: Manifest | None = None
         self._known: tuple[tuple[int, ...] | None, Manifest] = None, Manifest()
 
-    def write_runs(
-        self, runs: Iterable[tuple[str, Mapping[str, pl.DataFrame]]], read: Manifest | None = None
-    ) -> None:
+    def write_runs(self, runs: Iterable[tuple[str, Mapping[str, pl.DataFrame]]], read: Manifest | None = None) -> None:
         """Replace the rows of runs in some tables, in one step.
 
         Everything is written to a temporary folder first; nothing of a run is touched before that succeeded.
@@ -281,7 +272,8 @@ class TableStore:
     def whole(self, run_id: str, run: IngestedRun) -> IngestedRun | None:
         """Return a run's entry, with its present stamp, if its tables exist and are unchanged; null if not.
 
-        On disk, files that changed since the manifest was written are compared with their hashes; a bucket checks its own objects.
+        On disk, files that changed since the manifest was written are compared with their hashes; a bucket checks its
+        own objects.
         """
         names = [part_name(name, run_id, part) for name, part in run.tables.items()]
         if isinstance(self.storage, Bucket):
@@ -326,8 +318,8 @@ class TableStore:
         try:
             self._commit(changes, after)
         except UsageError:
-            # Readers of a table folder that ignore the manifest would read these too. The other process may have removed
-            # the parts that were there before.
+            # Readers of a table folder that ignore the manifest would read these too. The other process may have
+            # removed the parts that were there before.
             self.storage.remove(_parts_of(after) - replaced - _parts_of(self.manifest().runs))
             raise
         if self.storage.has_lock:
@@ -387,15 +379,11 @@ class TableStore:
         self._remove_unnamed([STAGE_NAME if self.storage.has_lock else ""])
 
     def _remove_unnamed(self, folders: Iterable[str]) -> None:
-        leftovers = [
-            name for folder in folders for name in self.storage.leftovers(folder) if _REMOVABLE.match(name)
-        ]
+        leftovers = [name for folder in folders for name in self.storage.leftovers(folder) if _REMOVABLE.match(name)]
         # Read after the listing: an old file that is not named by now never will be.
         manifest = self.manifest()
         parts, staged = _parts_of(manifest.runs), manifest.staged()
-        self.storage.remove(
-            name for name in leftovers if name not in parts and name.split("/")[1] not in staged
-        )
+        self.storage.remove(name for name in leftovers if name not in parts and name.split("/")[1] not in staged)
 
     def manifest(self) -> Manifest:
         """Return the current manifest, which is read again only if it was replaced."""
@@ -417,9 +405,7 @@ class TableStore:
         """Return the ids of the ingested runs, sorted."""
         return sorted(run_id for run_id, run in self.manifest().runs.items() if "runs" in run.tables)
 
-    def read(
-        self, name: str, run_ids: list[str] | None = None, columns: Sequence[str] | None = None
-    ) -> pl.DataFrame:
+    def read(self, name: str, run_ids: list[str] | None = None, columns: Sequence[str] | None = None) -> pl.DataFrame:
         """Read a table: of all runs or some, with all columns or some.
 
         Raises:
@@ -453,9 +439,7 @@ class TableStore:
         empty = schema.TABLES[name].empty().lazy()
         return pl.concat([empty, *frames], how="diagonal_relaxed").cast({pl.Categorical: pl.String})
 
-    def _read_parts(
-        self, name: str, run_ids: list[str] | None, columns: Sequence[str] | None
-    ) -> list[pl.DataFrame]:
+    def _read_parts(self, name: str, run_ids: list[str] | None, columns: Sequence[str] | None) -> list[pl.DataFrame]:
         def read(part: str) -> pl.DataFrame:
             with self._checked_part(part) as path:
                 return read_part(path, columns, where=str(self.root / part))
@@ -470,7 +454,9 @@ class TableStore:
         return small or list(map(read, parts))
 
     def _read_small(self, parts: Sequence[str], columns: Sequence[str]) -> list[pl.DataFrame]:
-        """Return many small parts, read together as one frame; empty if they are few, or one is large or lacks a column."""
+        """Return many small parts, read together as one frame; empty if they are few, or one is large or lacks a
+        column.
+        """
         paths = []
         if len(parts) < _MANY_PARTS:
             return []
@@ -502,9 +488,7 @@ class TableStore:
             except FileNotFoundError:
                 raise
             except OSError as error:
-                raise DataError(
-                    f"cannot be read ({error.strerror})", where=where, hint=_INGEST_AGAIN
-                ) from error
+                raise DataError(f"cannot be read ({error.strerror})", where=where, hint=_INGEST_AGAIN) from error
             yield path
 
     def _parts(self, name: str, run_ids: list[str] | None) -> list[str]:
@@ -584,9 +568,7 @@ def part_name(table: str, run_id: str, part: TableFile) -> str:
 
 
 def _parts_of(runs: Mapping[str, IngestedRun]) -> set[str]:
-    return {
-        part_name(name, run_id, part) for run_id, run in runs.items() for name, part in run.tables.items()
-    }
+    return {part_name(name, run_id, part) for run_id, run in runs.items() for name, part in run.tables.items()}
 
 
 def put_parts(storage: Storage, run_id: str, parts: Mapping[str, Path]) -> dict[str, TableFile]:
@@ -758,9 +740,7 @@ class RunsWriter:
             return self._single_writer
         return _HeldTables(self._rows, frozenset(run_ids) if len(run_ids) < len(self._writers) else None)
 
-    def replace(
-        self, run_ids: Sequence[str], tables: Mapping[str, pl.DataFrame | Iterator[pl.DataFrame]]
-    ) -> None:
+    def replace(self, run_ids: Sequence[str], tables: Mapping[str, pl.DataFrame | Iterator[pl.DataFrame]]) -> None:
         """Write whole tables of some runs, in place of those before."""
         if self._single_writer is not None:
             self._single_writer.write_all(tables)
@@ -936,9 +916,7 @@ def _to_map(lists: pl.Series) -> pa.Array:
     # Not pa.array, which imports pandas where that is installed.
     offsets = pa.Array.from_buffers(pa.int32(), len(ends), [None, pa.py_buffer(ends)])
     pairs = lists.explode(empty_as_null=False).drop_nulls().struct
-    keys, values = (
-        pairs.field(name).to_arrow(compat_level=pl.CompatLevel.oldest()) for name in ("key", "value")
-    )
+    keys, values = (pairs.field(name).to_arrow(compat_level=pl.CompatLevel.oldest()) for name in ("key", "value"))
     return pa.MapArray.from_arrays(offsets, keys, values)
 
 

@@ -1,7 +1,7 @@
 """Wrong units: times of a file that contradict each other by a power of 1,000.
 
-A file names no units, or names the wrong one, and its numbers are plausible in both. Another time of the file, or of its neighbour, shows
-the difference: no other fault is that large.
+A file names no units, or names the wrong one, and its numbers are plausible in both. Another time of the file, or of
+its neighbour, shows the difference: no other fault is that large.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ _UNIT_NAMES = ("ns", "us", "ms", "s")
 
 
 def power_of(ratio: float) -> int:
-    """Return the power of 1,000 by which two times differ, from their ratio; 0, for ratios up to 31, if their units are the same."""
+    """Return the power of 1,000 by which two times differ, from their ratio; 0, for ratios up to 31, if their units are
+    the same.
+    """
     return round(math.log10(ratio) / 3) if 0 < ratio < math.inf else 0
 
 
@@ -61,7 +63,8 @@ _LEAST_STEPS = 8
 """Fewest steps of a server whose times are compared with the time that passed."""
 
 DECODE_STEP_US = (50.0, 5e6)
-"""Times that a step of output tokens alone takes on any server: launching its kernels takes longer, reading its weights takes less."""
+"""Times that a step of output tokens alone takes on any server: launching its kernels takes longer, reading its weights
+takes less."""
 
 
 _SOURCE = pl.col("cycle_source").first()
@@ -75,10 +78,11 @@ def has_fields() -> pl.Expr:
 def step_unit_faults(pieces: Iterable[pl.DataFrame]) -> pl.DataFrame:
     """Return the servers whose recorded step times do not fit the times at which the records were received.
 
-    Where a request decodes in two steps, one after the other, the engine does not idle between them, so that the time of the
-    second one is the time between the two records. Both the sum and the median have to differ: records that wait in a queue are
-    received together, and a clock may jump. Records without times, such as those of a table, are compared with the times that a step of
-    output tokens can take.
+    Where a request decodes in two steps, one after the other, the engine does not idle between them, so that the time
+    of the
+    second one is the time between the two records. Both the sum and the median have to differ: records that wait in a
+    queue are received together, and a clock may jump. Records without times, such as those of a table, are compared
+    with the times that a step of output tokens can take.
 
     Args:
         pieces: Rows of `steps` in their order.
@@ -113,7 +117,9 @@ def step_unit_faults(pieces: Iterable[pl.DataFrame]) -> pl.DataFrame:
 
 
 def _times_between(steps: pl.DataFrame) -> pl.DataFrame:
-    """Return the source of each server, sums over its busy steps: steps, cycle_us, passed_us, and medians: ratio, unix_ns."""
+    """Return the source of each server, sums over its busy steps: steps, cycle_us, passed_us, and medians: ratio,
+    unix_ns.
+    """
     engine = ["server", "epoch"]
     passed_us = pl.col("unix_ns").diff().over(engine) / 1e3
     is_next = (pl.col("step_id").diff().over(engine) == 1) & (pl.col("num_decode_reqs") > 0)
@@ -133,7 +139,9 @@ def _times_between(steps: pl.DataFrame) -> pl.DataFrame:
 
 
 def _decode_times(steps: pl.DataFrame) -> pl.DataFrame:
-    """Return the steps of each server that only decode: server, cycle_source, steps, timed (those with a time of receipt), median cycle_us."""
+    """Return the steps of each server that only decode: server, cycle_source, steps, timed (those with a time of
+    receipt), median cycle_us.
+    """
     decodes = (pl.col("num_decode_reqs") > 0) & (pl.col("prefill_tokens").fill_null(0) == 0)
     known = steps.filter(has_fields(), decodes).drop_nulls("cycle_us")
     return (
@@ -168,7 +176,9 @@ def _step_fault(fields: StepFields, ratio: float, unix_ns: float) -> tuple[str, 
 
 
 def without_wrong_units(pieces: Iterable[pl.DataFrame], faults: pl.DataFrame) -> Iterator[pl.DataFrame]:
-    """Yield rows of `steps` without the values that are in the wrong unit; `faults` is what `step_unit_faults` returned."""
+    """Yield rows of `steps` without the values that are in the wrong unit; `faults` is what `step_unit_faults`
+    returned.
+    """
     for piece in pieces:
         is_off = {
             column: pl.col("server").is_in(faults.filter(column=column)["server"].implode()) & has_fields()

@@ -1,7 +1,7 @@
 """Requests of a file that is read, with lengths or times that all stay unread: the file names them in another way.
 
-The rule holds for every reader of requests, because each makes spans: the attributes that `dialects` declares for a scope
-are the values that its requests need.
+The rule holds for every reader of requests, because each makes spans: the attributes that `dialects` declares for a
+scope are the values that its requests need.
 """
 
 from __future__ import annotations

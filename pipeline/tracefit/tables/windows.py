@@ -1,4 +1,6 @@
-"""Read staged parts of some runs in windows, so that memory does not grow with the runs, and sort out impossible rows."""
+"""Read staged parts of some runs in windows, so that memory does not grow with the runs, and sort out impossible
+rows.
+"""
 
 from __future__ import annotations
 
@@ -70,9 +72,7 @@ class Sieve:
         if not (self.bounds if ts is None else self.strays).height:
             return pl.repeat(value=False, n=rows.height, eager=True)
         if ts is not None:
-            marks = rows.select(
-                pl.col("server").cast(pl.String), pl.coalesce("unix_ns", ts).alias("clock"), "step_id"
-            )
+            marks = rows.select(pl.col("server").cast(pl.String), pl.coalesce("unix_ns", ts).alias("clock"), "step_id")
             marked = self.strays.unique().with_columns(is_stray=pl.lit(value=True))
             joined = marks.join(marked, on=["server", "clock", "step_id"], how="left", maintain_order="left")
             return joined["is_stray"].fill_null(value=False)
@@ -139,7 +139,9 @@ class Window:
         return rows
 
     def recorded(self, columns: Sequence[str] | None = None) -> pl.DataFrame:
-        """Return the recorded steps, numbered, with the names of their servers; null where a file has two of one name."""
+        """Return the recorded steps, numbered, with the names of their servers; null where a file has two of one
+        name.
+        """
         rows = self.every("recorded_steps", columns).with_row_index("row")
         rows = with_names(with_one_clock(rows, self.clock_setbacks), self.record_servers)
         if not self.log_owners:
@@ -147,9 +149,7 @@ class Window:
         run = pl.col("run") if self.several else pl.lit(0)
         owner = run.replace_strict(self.log_owners, default=None, return_dtype=pl.String)
         is_owned = is_from(lambda source: source.of_traced_server) & pl.col("server").is_not_null()
-        return rows.with_columns(
-            server=pl.when(is_owned).then(pl.coalesce(owner, "server")).otherwise("server")
-        )
+        return rows.with_columns(server=pl.when(is_owned).then(pl.coalesce(owner, "server")).otherwise("server"))
 
     def read(self, kind: str, columns: Sequence[str] | None = None) -> pl.DataFrame:
         """Return the rows of the spans that count, with their facts."""
@@ -161,7 +161,9 @@ class Window:
     def journeys(
         self, sieve: Sieve, columns: Sequence[str] | None = None
     ) -> tuple[pl.DataFrame, pl.DataFrame, pl.DataFrame, pl.DataFrame]:
-        """Return journey events on the engine's clock, events without it, broken rules, and events that were corrected."""
+        """Return journey events on the engine's clock, events without it, broken rules, and events that were
+        corrected.
+        """
         rows, broken = sieve.sift("journey_events", self.read("journeys", columns))
         # A layer that stamps only wall-clock time can still be put on the engine's clock: their difference is constant.
         rows = rows.with_columns(ts_ns=pl.coalesce("ts_ns", pl.col("unix_ns") - pl.col("server_zero")))

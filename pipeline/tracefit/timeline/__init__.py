@@ -1,7 +1,7 @@
 """Reconstruct the work of the engine, step by step, from the tables: step clock, composition, idle gaps, queue state.
 
-`build_timeline` makes the `timeline` table, one row per engine step. `queue_state` reads it for the queue ahead of a request,
-`with_step_times` for the times of requests that follow from their steps.
+`build_timeline` makes the `timeline` table, one row per engine step. `queue_state` reads it for the queue ahead of a
+request, `with_step_times` for the times of requests that follow from their steps.
 """
 
 from tracefit.timeline.anchors import clock_disagreements, execution_lags

@@ -1,8 +1,8 @@
 """The step clock: the start of every anchored step, and its standard deviation.
 
-Three kinds of stamps anchor a step: its summary (exact); SCHEDULED and PREEMPTED, stamped inside its schedule(); FIRST_TOKEN
-and FINISHED, stamped in its update, right before the next step starts. Steps that also have a summary show the small offsets of
-the last two.
+Three kinds of stamps anchor a step: its summary (exact); SCHEDULED and PREEMPTED, stamped inside its schedule();
+FIRST_TOKEN and FINISHED, stamped in its update, right before the next step starts. Steps that also have a summary show
+the small offsets of the last two.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def clock_disagreements(timeline: pl.DataFrame, journeys: pl.DataFrame) -> pl.Da
         journeys: The `journey_events` table.
 
     Returns:
-        One row per (run_id, server) with events before or after an anchored start: `events`, the number of these events, and
-        `disagreeing`.
+        One row per (run_id, server) with events before or after an anchored start: `events`, the number of these
+        events, and `disagreeing`.
     """
     clock = timeline.select(*ENGINE, "step_id", "ts_start_ns").drop_nulls().sort("step_id")
     inside = pl.col("event").is_in(_INSIDE_SCHEDULE)
@@ -102,8 +102,8 @@ def step_starts(steps: pl.DataFrame, core: pl.DataFrame) -> pl.DataFrame:
         step, starts increasing within an engine.
     """
     exact = steps.select("position", "engine", "server_number", at="ts_start_ns").drop_nulls("at")
-    # Events inside schedule() give the start of their step, and the earliest is nearest to it. An update ends its step: it gives
-    # the start of the next one (with scheduling ahead, of the one after), and the latest is nearest to it.
+    # Events inside schedule() give the start of their step, and the earliest is nearest to it. An update ends its step:
+    # it gives the start of the next one (with scheduling ahead, of the one after), and the latest is nearest to it.
     step, stamp = pl.col("step_id"), pl.col("ts_ns")
     kinds = {
         "scheduled": _at(core.filter(pl.col("event").is_in(_INSIDE_SCHEDULE)), step, stamp.min()),
@@ -133,8 +133,9 @@ def _at(events: pl.DataFrame, step: pl.Expr, stamp: pl.Expr) -> pl.DataFrame:
 def _offsets(kinds: dict[str, pl.DataFrame], exact: pl.DataFrame) -> pl.DataFrame:
     """Measure how far the events of each kind are from their step's start: server_number, kind, offset_ns, sd_us.
 
-    They are compared with exact starts where enough steps have both. A kind without exact starts is compared with the other kind,
-    on steps that have both; without any exact start each kind gets half of the distance: cycles do not depend on a common shift.
+    They are compared with exact starts where enough steps have both. A kind without exact starts is compared with the
+    other kind, on steps that have both; without any exact start each kind gets half of the distance: cycles do not
+    depend on a common shift.
     """
     direct = pl.concat([_distances(e, exact).with_columns(kind=pl.lit(k)) for k, e in kinds.items()])
     pairs = _distances(kinds["scheduled"], kinds["update"])
@@ -157,7 +158,9 @@ def _offsets(kinds: dict[str, pl.DataFrame], exact: pl.DataFrame) -> pl.DataFram
 
 
 def _distances(events: pl.DataFrame, starts: pl.DataFrame) -> pl.DataFrame:
-    """Return by how much events come after starts, median and robust standard deviation, per server with enough steps that have both."""
+    """Return by how much events come after starts, median and robust standard deviation, per server with enough steps
+    that have both.
+    """
     both = events.join(starts.select("position", start="at"), on="position", how="inner")
     distance = (pl.col("at") - pl.col("start")).cast(pl.Float64)
     sd = divided(robust_sd_expr(distance), 1e3)
@@ -176,8 +179,8 @@ def _corrected(events: pl.DataFrame, offsets: pl.DataFrame) -> pl.DataFrame:
 def _best(estimated: dict[str, pl.DataFrame]) -> pl.DataFrame:
     """Choose between a step's two estimates: the more precise one, or the one inside the step where they disagree.
 
-    Anything may happen between an update and the next start (requests to drain, garbage collection), while a SCHEDULED event
-    cannot be further from its start than schedule() is long.
+    Anything may happen between an update and the next start (requests to drain, garbage collection), while a SCHEDULED
+    event cannot be further from its start than schedule() is long.
     """
     inside, after = estimated["scheduled"], estimated["update"]
     pairs = inside.join(after.select("position", other="at", other_sd_us="sd_us"), on="position", how="left")

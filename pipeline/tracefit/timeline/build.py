@@ -1,7 +1,7 @@
 """Build the timeline: one row per engine step, from summaries, snapshots and journeys together.
 
-A step has a summary, or follows from the events of the requests in it. Each row has the start of the step, its composition, its
-cycle (to the next anchored start) and whether that cycle has idle time.
+A step has a summary, or follows from the events of the requests in it. Each row has the start of the step, its
+composition, its cycle (to the next anchored start) and whether that cycle has idle time.
 """
 
 from __future__ import annotations
@@ -42,13 +42,14 @@ def build_timeline(
 ) -> pl.DataFrame:
     """Build the `timeline` table.
 
-    With complete journeys, every step between the first and the last has a row, with the composition that follows from them;
-    a summary or a full set of snapshots takes precedence. Without complete journeys, only sampled steps have rows.
+    With complete journeys, every step between the first and the last has a row, with the composition that follows from
+    them; a summary or a full set of snapshots takes precedence. Without complete journeys, only sampled steps have
+    rows.
 
     `cycle_us` is the mean cycle from the start of the step to the next anchored start, `interval_steps` later: one step
-    (`adjacent`, between two summaries), or an `interval` when a start comes from a journey event or steps in between are not
-    anchored, or `request` when both were counted from requests. `idle_after` says that one of these steps left no request running
-    or waiting, so that the time includes idle time.
+    (`adjacent`, between two summaries), or an `interval` when a start comes from a journey event or steps in between
+    are not anchored, or `request` when both were counted from requests. `idle_after` says that one of these steps left
+    no request running or waiting, so that the time includes idle time.
 
     Args:
         steps: The `steps` table.
@@ -56,8 +57,8 @@ def build_timeline(
         journeys: The `journey_events` table.
         limits: Limits of the scheduler.
         journeys_complete: Whether every request has a journey.
-        known_starts: Starts of steps that were counted from requests (`count_steps`), whose events are then in `journeys`, or
-            those of a log (`log_clock`).
+        known_starts: Starts of steps that were counted from requests (`count_steps`), whose events are then in
+            `journeys`, or those of a log (`log_clock`).
 
     Returns:
         The `timeline` table.
@@ -94,9 +95,7 @@ def _positioned(axis: StepAxis, rows: pl.DataFrame) -> pl.DataFrame:
     return axis.locate(rows).with_columns(position=position(pl.col("step_id"))).drop_nulls("position")
 
 
-def _inferred(
-    axis: StepAxis, core: pl.DataFrame, snapshots: pl.DataFrame, limits: EngineLimits
-) -> pl.DataFrame:
+def _inferred(axis: StepAxis, core: pl.DataFrame, snapshots: pl.DataFrame, limits: EngineLimits) -> pl.DataFrame:
     """Return the composition of every position from the journeys, in columns prefixed `journey.`."""
     running = running_segments(core, _cached(snapshots))
     composed = compose(axis, running, waiting_segments(core), limits)
@@ -199,7 +198,8 @@ def _with_usage(rows: pl.DataFrame, limits: EngineLimits) -> pl.DataFrame:
 def _with_estimated_contexts(rows: pl.DataFrame, block_size: int) -> pl.DataFrame:
     """Estimate the missing contexts of summarised steps: the slots of the KV blocks in use, less those of other tokens.
 
-    A request fills half of its last block on average. Blocks that requests share count once, and earlier chunks of a prompt
+    A request fills half of its last block on average. Blocks that requests share count once, and earlier chunks of a
+    prompt
     count as context of decodes: the estimate is right where both are rare.
     """
     requests = pl.col("num_prefill_reqs") + pl.col("num_decode_reqs")
@@ -284,7 +284,9 @@ def _with_cycles(rows: pl.DataFrame) -> pl.DataFrame:
 
 
 def _stated_sd_us() -> pl.Expr:
-    """Return the standard deviation of the time in a record; that of a logged step, which agrees with the clock, is not known."""
+    """Return the standard deviation of the time in a record; that of a logged step, which agrees with the clock, is not
+    known.
+    """
     sd_us = {name: source.sd_us for name, source in SOURCES.items() if source.is_stated and source.sd_us}
     if not sd_us:
         return pl.lit(0.0)

@@ -1,4 +1,6 @@
-"""Whether prompts were in the prefix cache of an unmodified server, whose spans do not say so: by the times of the steps that compute them."""
+"""Whether prompts were in the prefix cache of an unmodified server, whose spans do not say so: by the times of the
+steps that compute them.
+"""
 
 from __future__ import annotations
 
@@ -34,12 +36,13 @@ class SinglePrompts(NamedTuple):
 def longest_whole_prompt(rows: pl.DataFrame) -> float | None:
     """Return the length up to which prompts are computed as a whole; null where nothing shows prefix-cache hits.
 
-    A hit saves whole blocks, so that the times of prompts of about equal length differ by more than those of steps without a
-    prompt (*O*), and longer prompts take less time than shorter ones (*D*). Without hits, times grow smoothly with the length, and
-    scatter no more than those of other steps.
+    A hit saves whole blocks, so that the times of prompts of about equal length differ by more than those of steps
+    without a prompt (*O*), and longer prompts take less time than shorter ones (*D*). Without hits, times grow smoothly
+    with the length, and scatter no more than those of other steps.
 
     Args:
-        rows: One row per interval: interval_steps; y (us), prompts, prompt_tokens, decodes and contexts, means per step.
+        rows: One row per interval: interval_steps; y (us), prompts, prompt_tokens, decodes and contexts, means per
+            step.
 
     Returns:
         Tokens, a power of two; 0 where prompts of every length scatter.
@@ -61,7 +64,9 @@ def longest_whole_prompt(rows: pl.DataFrame) -> float | None:
 
 
 def _single_prompts(rows: pl.DataFrame) -> SinglePrompts | None:
-    """Return the intervals with one prompt and the time that it takes; null where they, or those without a prompt, are few."""
+    """Return the intervals with one prompt and the time that it takes; null where they, or those without a prompt, are
+    few.
+    """
     steps = rows["interval_steps"].cast(pl.Float64).to_numpy()
     prompts, tokens, *batch = (
         rows[name].to_numpy() * steps for name in ("prompts", "prompt_tokens", "decodes", "contexts")
@@ -90,7 +95,9 @@ def _single_prompts(rows: pl.DataFrame) -> SinglePrompts | None:
 
 
 def odd_prompts(prompts: SinglePrompts) -> Flags:
-    """Return which prompts, but the shortest and the longest, take another time than the next shorter and the next longer; *O* is the mean."""
+    """Return which prompts, but the shortest and the longest, take another time than the next shorter and the next
+    longer; *O* is the mean.
+    """
     length, prompt_us, variance = prompts.length, prompts.prompt_us, prompts.variance
     weight = np.diff(length)[:-1] / np.maximum(length[2:] - length[:-2], 1)
     off_us = prompt_us[1:-1] - (1 - weight) * prompt_us[:-2] - weight * prompt_us[2:]
@@ -99,7 +106,8 @@ def odd_prompts(prompts: SinglePrompts) -> Flags:
 
 
 def _noise_shares(noise: Vector, steps: Vector) -> tuple[float, float]:
-    """Return the variance of a step by itself, and the one that the steps of an interval have in common; both of shares of the time.
+    """Return the variance of a step by itself, and the one that the steps of an interval have in common; both of shares
+    of the time.
 
     A machine that is slow for a second is so for every step of an interval: in long ones, that does not average out.
     """
@@ -114,7 +122,9 @@ def _noise_shares(noise: Vector, steps: Vector) -> tuple[float, float]:
 
 
 def largest_drop_sd(prompt_us: Vector) -> float:
-    """Return *D*: by how many standard errors the median time of some prompts is below that of shorter ones; times in the order of the lengths."""
+    """Return *D*: by how many standard errors the median time of some prompts is below that of shorter ones; times in
+    the order of the lengths.
+    """
     groups = np.array_split(
         prompt_us, max(min(prompt_us.size // thresholds.LEAST_SAMPLES, thresholds.LENGTH_GROUPS), 1)
     )
@@ -124,6 +134,4 @@ def largest_drop_sd(prompt_us: Vector) -> float:
     longest = np.maximum.accumulate(middle)
     error_of_longest = error[np.maximum.accumulate(np.where(middle == longest, np.arange(middle.size), 0))]
     drop_us, error_us = longest - middle, np.hypot(error, error_of_longest)
-    return float(
-        np.divide(drop_us, error_us, out=np.where(drop_us > 0, np.inf, 0.0), where=error_us > 0).max()
-    )
+    return float(np.divide(drop_us, error_us, out=np.where(drop_us > 0, np.inf, 0.0), where=error_us > 0).max())

@@ -1,8 +1,8 @@
 """Compute the composition of every step from the journeys.
 
-A request is in the batch from its SCHEDULED to its end (`segments`). Counts of such ranges are sums over difference arrays on
-the step axis (`engines.range_add`), without a loop over steps. Only prompts in chunks are followed one by one, in the order of
-their scheduling: each takes what the earlier ones leave of the token budgets.
+A request is in the batch from its SCHEDULED to its end (`segments`). Counts of such ranges are sums over difference
+arrays on the step axis (`engines.range_add`), without a loop over steps. Only prompts in chunks are followed one by
+one, in the order of their scheduling: each takes what the earlier ones leave of the token budgets.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ class _Runs:
         limit: Output tokens it may still produce, -1 if unknown.
         finished: 1 where it ended for good.
         lag: Steps that scheduling runs ahead of execution, on its server.
-        late: Steps from its last one until the scheduler learns of its end: `lag`, or 0 after an abort, which takes effect at once.
+        late: Steps from its last one until the scheduler learns of its end: `lag`, or 0 after an abort, which takes
+            effect at once.
         last: Last step of its engine.
     """
 
@@ -123,9 +124,7 @@ class _Prompts:
     """Index of the segment."""
 
 
-def compose(
-    axis: StepAxis, running: pl.DataFrame, waiting: pl.DataFrame, limits: EngineLimits
-) -> pl.DataFrame:
+def compose(axis: StepAxis, running: pl.DataFrame, waiting: pl.DataFrame, limits: EngineLimits) -> pl.DataFrame:
     """Compute the batch of every step from the segments of running and waiting.
 
     Args:
@@ -162,7 +161,8 @@ def compose(
 
 
 def _left_after(size: int, runs: _Runs, prompts: _Prompts, block: int) -> dict[str, Ints | pl.Series]:
-    """Return the state of the engine after each step, once the available outputs are processed, for a request queued then.
+    """Return the state of the engine after each step, once the available outputs are processed, for a request queued
+    then.
 
     The available outputs are those of the step; with scheduling a step ahead, those of the step before it.
     """
@@ -283,7 +283,8 @@ def _blocks(size: int, runs: _Runs, prompts: _Prompts, block: int) -> Ints:
     first, last = runs.complete[decoding] + 1, runs.leave[decoding]
     context = (runs.prompt + runs.outputs)[decoding]
     used += range_add(size, first, last, -(-context // block))
-    # A decoding request takes a block whenever its context reaches a multiple of the block size, and keeps it to the end.
+    # A decoding request takes a block whenever its context reaches a multiple of the block size, and keeps it to the
+    # end.
     next_block = first + (-context) % block
     more = np.maximum((runs.end[decoding] - next_block) // block + 1, 0)
     stride = min(block, size)

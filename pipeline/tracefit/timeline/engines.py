@@ -31,8 +31,8 @@ Floats = NDArray[np.float64]
 class StepAxis:
     """All steps of all engines on one axis; position = offset of the engine + step number - its first step.
 
-    A gap of step ids without steps, or with too many, takes `_GAP_STEPS` positions, after which the number of a step is smaller
-    than its id. So the size depends on the number of events and not on the ids in them.
+    A gap of step ids without steps, or with too many, takes `_GAP_STEPS` positions, after which the number of a step is
+    smaller than its id. So the size depends on the number of events and not on the ids in them.
 
     Attributes:
         engines: One row per engine: run_id, server, epoch, engine (its number), server_number, first_step,
@@ -47,7 +47,9 @@ class StepAxis:
     size: int
 
     def locate(self, rows: pl.DataFrame) -> pl.DataFrame:
-        """Add the columns of each row's engine, for `position`, and turn its `step_id` into a number; drop rows of engines without steps."""
+        """Add the columns of each row's engine, for `position`, and turn its `step_id` into a number; drop rows of
+        engines without steps.
+        """
         located = rows.join(self.engines, on=ENGINE, how="inner", maintain_order="left")
         if self.pieces.height == self.engines.height:
             return located

@@ -1,7 +1,7 @@
 """Statistics of the times of requests that contradict a complete recording of one engine, each by its name and symbol.
 
-`docs/explanation/request-sums.md` defines them with the same symbols, `docs/reference/thresholds.md` has the numbers that they are
-compared with, and `request_evidence` compares them.
+`docs/explanation/request-sums.md` defines them with the same symbols, `docs/reference/thresholds.md` has the numbers
+that they are compared with, and `request_evidence` compares them.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ if TYPE_CHECKING:
 
 
 def sampler_rate(trace_ids: pl.Series) -> float | None:
-    """Return *r*, the share of traces that a sampler kept by their ids; null where it kept all, or leaves no mark in them.
+    """Return *r*, the share of traces that a sampler kept by their ids; null where it kept all, or leaves no mark in
+    them.
 
-    OpenTelemetry's samplers compare the end of a random id with a bound: the low 64 bits, as a number or without its sign,
-    are below it (TraceIdRatioBased), or the low 56 bits above it (consistent probability sampling, W3C trace context level 2).
-    The largest of n even numbers is below 1 by about 1 / n.
+    OpenTelemetry's samplers compare the end of a random id with a bound: the low 64 bits, as a number or without its
+    sign, are below it (TraceIdRatioBased), or the low 56 bits above it (consistent probability sampling, W3C trace
+    context level 2). The largest of n even numbers is below 1 by about 1 / n.
     """
     ids = trace_ids.drop_nulls().unique()
     ids = ids.filter(ids.str.contains("^[0-9a-f]{32}$"))
@@ -42,8 +43,8 @@ def sampler_rate(trace_ids: pl.Series) -> float | None:
     value = high + low / 2.0**32
     for share in (value, 2 * np.minimum(value, 1 - value), 1 - middle):
         most = float(share.max())
-        # Ids that are not random do not spread evenly up to their largest either: even numbers have a standard deviation of
-        # 1 / sqrt(12), 0.289, and their mean is within four standard errors of a half.
+        # Ids that are not random do not spread evenly up to their largest either: even numbers have a standard
+        # deviation of 1 / sqrt(12), 0.289, and their mean is within four standard errors of a half.
         even = abs(float(share.mean()) / max(most, 1e-300) - 0.5) < 4 * 0.289 / np.sqrt(len(share))
         if even and most > thresholds.LEAST_SAMPLER_RATE and -np.log(most) * len(share) > thresholds.SURPRISE:
             return most
@@ -54,7 +55,8 @@ def sampler_rate(trace_ids: pl.Series) -> float | None:
 
 
 def close_stamps(arrays: RequestArrays, graph: Graph) -> float:
-    """Return *C*: stamps too close for two steps of one engine, as a share of those that independent engines would give.
+    """Return *C*: stamps too close for two steps of one engine, as a share of those that independent engines would
+    give.
 
     A delayed front end stamps the outputs of two steps right after each other: their engine times are a step apart.
     """
@@ -73,7 +75,9 @@ def close_stamps(arrays: RequestArrays, graph: Graph) -> float:
 
 
 def miscounted_share(arrays: RequestArrays) -> float:
-    """Return *M*: the share of requests that have less than half of the usual tokens and take the usual time of all of them."""
+    """Return *M*: the share of requests that have less than half of the usual tokens and take the usual time of all of
+    them.
+    """
     usual_us, usual = np.median(arrays.decode_us), np.median(arrays.decode_steps)
     is_usual_time = np.abs(arrays.decode_us / max(float(usual_us), 1.0) - 1) < thresholds.SAME_DURATION
     return float((is_usual_time & (arrays.decode_steps < usual / 2)).mean())
@@ -105,8 +109,8 @@ class LateArrivals(NamedTuple):
 def late_arrivals(arrays: RequestArrays) -> LateArrivals | None:
     """Return *L*; null where no request came to an empty engine, or the engine is often slow.
 
-    A request that arrives while the engine is empty is scheduled at once. If it waits for a step in progress, as most requests do
-    while others run, others ran.
+    A request that arrives while the engine is empty is scheduled at once. If it waits for a step in progress, as most
+    requests do while others run, others ran.
     """
     arrival_us, ends_us = arrays.arrival_us, (arrays.last_token_ns - arrays.zero_ns) / 1e3
     before_us = np.r_[-np.inf, np.maximum.accumulate(ends_us)[:-1]]
@@ -159,7 +163,8 @@ def fullness(run: Vector, read: Vector, steps: Vector) -> Fullness | None:
 
 
 def unevenness(read: Vector, steps: Vector, least_steps: float) -> float | None:
-    """Return *U*: the 10th to the 90th percentile of the tokens in the caches over some steps, as a share of their median.
+    """Return *U*: the 10th to the 90th percentile of the tokens in the caches over some steps, as a share of their
+    median.
 
     Args:
         read: Tokens in the caches in each interval, shape (n,).
@@ -179,7 +184,8 @@ def unevenness(read: Vector, steps: Vector, least_steps: float) -> float | None:
 
 
 def step_noise(off: Vector, steps: Vector) -> float | None:
-    """Return *N*: the standard deviation of the times of short plain intervals, as a share of them; null where these are few.
+    """Return *N*: the standard deviation of the times of short plain intervals, as a share of them; null where these
+    are few.
 
     Args:
         off: Time of each interval over the time that its batch explains, less one; shape (n,).
@@ -190,7 +196,8 @@ def step_noise(off: Vector, steps: Vector) -> float | None:
 
 
 class Skew(NamedTuple):
-    """How much further plain intervals are longer than their batches explain than they are shorter; all of a step's time.
+    """How much further plain intervals are longer than their batches explain than they are shorter; all of a step's
+    time.
 
     Attributes:
         ratio: *S*, the ratio of the two.
@@ -204,7 +211,8 @@ class Skew(NamedTuple):
 
 
 def skew(off: Vector, steps: Vector) -> Skew:
-    """Return *S*: the geometric mean of the 90th and 95th percentile of the errors of a step, over that of the 10th and 5th.
+    """Return *S*: the geometric mean of the 90th and 95th percentile of the errors of a step, over that of the 10th and
+    5th.
 
     Noise makes a step shorter about as often as longer. A prompt that is not known only makes it longer.
 

@@ -1,10 +1,11 @@
 """Give the requests of an unmodified server the steps of its log: the log has the batches, the spans have the times.
 
-A token's stamp marks the end of a step, and so does a line of the log. The two clocks differ by whole quarters of an hour (a
-local time, a year that the log does not write) and by the time until the line is printed. The prompts show how many quarters: a
-step computes as many tokens as the prompts of the requests that get their first token at its end. The line of a step is then the
-nearest one if stamps are fine; if they are whole seconds, it is the line of that second with as many tokens. Requests that ran at
-the same time are an exact number of steps apart (`request_graph`), so that each such line votes for all of them.
+A token's stamp marks the end of a step, and so does a line of the log. The two clocks differ by whole quarters of an
+hour (a local time, a year that the log does not write) and by the time until the line is printed. The prompts show how
+many quarters: a step computes as many tokens as the prompts of the requests that get their first token at its end. The
+line of a step is then the nearest one if stamps are fine; if they are whole seconds, it is the line of that second with
+as many tokens. Requests that ran at the same time are an exact number of steps apart (`request_graph`), so that each
+such line votes for all of them.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ _MAX_PAIRS, _MAX_PROMPTS = 1_000_000, 300
 """Most pairs of a prompt and a line, and most prompts, that the difference of the clocks is computed from."""
 
 _SURE_VOTES = 5
-"""Votes of a line with as many tokens; a line that is only the nearest has one vote, since outputs may be stamped some steps late."""
+"""Votes of a line with as many tokens; a line that is only the nearest has one vote, since outputs may be stamped some
+steps late."""
 
 _MATCH_ROUNDS = 3
 """Rounds that match requests to lines of whole seconds, by times interpolated between the matched lines."""
@@ -72,9 +74,7 @@ def place_on_log(requests: pl.DataFrame, clock: LoggedSteps, limits: EngineLimit
     )
     is_coarse = bool(clock.starts.select(is_change().any()).item())
     prompts = np.bincount(graph.first, arrays.prompt_tokens, graph.size).astype(np.int64)
-    nodes = pl.DataFrame(
-        {"node": np.arange(graph.size), "node_s": graph.time_us / 1e6, "prefill_tokens": prompts}
-    )
+    nodes = pl.DataFrame({"node": np.arange(graph.size), "node_s": graph.time_us / 1e6, "prefill_tokens": prompts})
     ends = nodes[np.unique(np.r_[graph.first, graph.last])]
     ahead_s = _log_ahead_s(ends.filter(pl.col("prefill_tokens") > 0), lines, is_coarse=is_coarse)
     if ahead_s is None:
@@ -84,17 +84,15 @@ def place_on_log(requests: pl.DataFrame, clock: LoggedSteps, limits: EngineLimit
     tokens = graph.with_token_edges_only()
     ended = _line_numbers(tokens, _votes(ends, lines, is_coarse=is_coarse))
     for _ in range(_MATCH_ROUNDS if is_coarse and np.isfinite(ended).sum() > 1 else 0):
-        # Prompts with prefix-cache hits match no line by their tokens, but by the time that matched requests give a line.
+        # Prompts with prefix-cache hits match no line by their tokens, but by the time that matched requests give a
+        # line.
         ended = _line_numbers(tokens, _votes(ends, _timed(lines, graph, ended), is_coarse=False))
     matched = np.isfinite(ended)
     is_placed = matched[graph.first] & matched[graph.last]
     if not is_placed.any():
         return None
     whole = np.interp(graph.time_us, graph.time_us[matched], ended[matched]).round().astype(np.int64)
-    if (
-        _agreement(lines, whole[graph.first][is_placed], whole[graph.last][is_placed])
-        < thresholds.LEAST_AGREEMENT
-    ):
+    if _agreement(lines, whole[graph.first][is_placed], whole[graph.last][is_placed]) < thresholds.LEAST_AGREEMENT:
         return None
     epoch = base[np.searchsorted(base["base"].to_numpy(), whole[graph.last], side="right") - 1]
     placed = on_steps(rows, arrays, graph, whole, 0).with_columns(
@@ -105,7 +103,9 @@ def place_on_log(requests: pl.DataFrame, clock: LoggedSteps, limits: EngineLimit
 
 
 def _agreement(lines: pl.DataFrame, first: Ints, last: Ints) -> float:
-    """Return the share of lines, from the first to the last matched request, that count as many decodes as the requests there."""
+    """Return the share of lines, from the first to the last matched request, that count as many decodes as the requests
+    there.
+    """
     size = int(last.max()) + 1
     decoding = range_add(size, first + 1, last, np.ones(len(first)))
     inside = lines.filter(pl.col("at").is_between(int(first.min()), size - 1))
@@ -113,7 +113,8 @@ def _agreement(lines: pl.DataFrame, first: Ints, last: Ints) -> float:
 
 
 def _log_ahead_s(prompts: pl.DataFrame, lines: pl.DataFrame, *, is_coarse: bool) -> float | None:
-    """Return how far the log's clock is ahead of the spans' clock, in whole quarters of an hour if stamps are coarse; null if unknown.
+    """Return how far the log's clock is ahead of the spans' clock, in whole quarters of an hour if stamps are coarse;
+    null if unknown.
 
     Args:
         prompts: node_s and prefill_tokens of the steps that give first tokens.
@@ -141,7 +142,9 @@ def _log_ahead_s(prompts: pl.DataFrame, lines: pl.DataFrame, *, is_coarse: bool)
 
 
 def _votes(ends: pl.DataFrame, lines: pl.DataFrame, *, is_coarse: bool) -> pl.DataFrame:
-    """Return the lines that may end at each node: near its time with as many tokens as its prompts, or nearest to it: node, at, votes."""
+    """Return the lines that may end at each node: near its time with as many tokens as its prompts, or nearest to it:
+    node, at, votes.
+    """
     window_s = (
         (-1.0 - thresholds.PRINTED_S, thresholds.PRINTED_S)
         if is_coarse
@@ -161,14 +164,13 @@ def _votes(ends: pl.DataFrame, lines: pl.DataFrame, *, is_coarse: bool) -> pl.Da
         nearest = ends.sort("node_s").join_asof(
             stamped, left_on="node_s", right_on="seconds", strategy="nearest", coalesce=False
         )
-        votes.append(
-            nearest.filter(ahead.abs() < thresholds.NEAR_LINE_S).select("node", "at", votes=pl.lit(1))
-        )
+        votes.append(nearest.filter(ahead.abs() < thresholds.NEAR_LINE_S).select("node", "at", votes=pl.lit(1)))
     return pl.concat(votes)
 
 
 def _timed(lines: pl.DataFrame, graph: Graph, ended: Floats) -> pl.DataFrame:
-    """Return the lines between matched nodes with their ends, spaced by the step times in the lines, or evenly if they have none.
+    """Return the lines between matched nodes with their ends, spaced by the step times in the lines, or evenly if they
+    have none.
 
     Args:
         lines: at, seconds and cycle_us, null for lines without a step time.
@@ -191,9 +193,7 @@ def _line_numbers(graph: Graph, votes: pl.DataFrame) -> Floats:
     edges = graph.consistent_edges()
     root, relative = potentials(graph.size, edges.begin, edges.end, edges.steps)
     offsets = pl.Series(relative).round().cast(pl.Int64)
-    nodes = pl.DataFrame({"root": root, "offset": offsets}).with_columns(
-        least=-pl.col("offset").min().over("root")
-    )
+    nodes = pl.DataFrame({"root": root, "offset": offsets}).with_columns(least=-pl.col("offset").min().over("root"))
     voted = (
         pl.concat([votes, nodes[votes["node"]]], how="horizontal")
         .with_columns(first=pl.col("at") - pl.col("offset"))
@@ -220,7 +220,9 @@ def _line_numbers(graph: Graph, votes: pl.DataFrame) -> Floats:
 
 
 def _increasing(graph: Graph, root: Ints, relative: Floats, chosen: pl.DataFrame) -> Floats:
-    """Return the numbers of the nodes in chosen clusters; if two contradict the order of time, the one with more votes stays."""
+    """Return the numbers of the nodes in chosen clusters; if two contradict the order of time, the one with more votes
+    stays.
+    """
     first, votes = np.full(graph.size, np.nan), np.zeros(graph.size)
     first[chosen["root"].to_numpy()] = chosen["first"].to_numpy()
     votes[chosen["root"].to_numpy()] = chosen["votes"].to_numpy()
@@ -265,9 +267,7 @@ def _starts(
     is_fine = ~is_change()
     moved = moved.with_columns(
         ts_start_ns=pl.col("ts_start_ns") - pl.when(is_fine).then(round(late_ns or 0)).otherwise(0),
-        start_sd_us=pl.when(is_fine)
-        .then(pl.max_horizontal("start_sd_us", pl.lit(sd_us)))
-        .otherwise("start_sd_us"),
+        start_sd_us=pl.when(is_fine).then(pl.max_horizontal("start_sd_us", pl.lit(sd_us))).otherwise("start_sd_us"),
     )
     outside = ~pl.col("ts_start_ns").is_between(at_ns[matched[0]], at_ns[matched[-1]])
     others = moved.filter(is_fine | outside).join(nodes, on=[*ENGINE, "step_id"], how="anti")

@@ -1,12 +1,13 @@
-"""The clock of stamped steps, such as the lines of a server's log: when each step began, as far as the stamps of the lines show it.
+"""The clock of stamped steps, such as the lines of a server's log: when each step began, as far as the stamps of the
+lines show it.
 
-A line ends its step, so that the stamp of a line is the start of the next step. If stamps are finer than steps, every line gives
-a start. If they are coarser, such as the whole seconds of the default format, a change of the stamp is the start of the step whose
-line shows it, half a step off, and the steps between two changes are one interval. The elapsed time that a line prints is the wait
-for its result. The rest of the step is work of the engine between two waits, in one thread: about a constant and a part for each
-request, or a share of the wait, whichever explains the time between changes. Where waits are most of the time, and add up with
-this work to the time between the changes, wait and work are the time of a step; elsewhere, as on a fast GPU with asynchronous
-scheduling, only the intervals have times.
+A line ends its step, so that the stamp of a line is the start of the next step. If stamps are finer than steps, every
+line gives a start. If they are coarser, such as the whole seconds of the default format, a change of the stamp is the
+start of the step whose line shows it, half a step off, and the steps between two changes are one interval. The elapsed
+time that a line prints is the wait for its result. The rest of the step is work of the engine between two waits, in one
+thread: about a constant and a part for each request, or a share of the wait, whichever explains the time between
+changes. Where waits are most of the time, and add up with this work to the time between the changes, wait and work are
+the time of a step; elsewhere, as on a fast GPU with asynchronous scheduling, only the intervals have times.
 """
 
 from __future__ import annotations
@@ -39,11 +40,12 @@ _WORK_TERMS = {
     "prompt": pl.col("num_prefill_reqs"),
     "wait": pl.col("cycle_us"),
 }
-"""The engine's work between two waits grows with these: steps, their requests, and the requests with prompt tokens; or else the wait
-itself."""
+"""The engine's work between two waits grows with these: steps, their requests, and the requests with prompt tokens; or
+else the wait itself."""
 
 _CHANGE = "_change"
-"""The source of a start is that of its step: the stamp of the line before; with this behind it, a change of a coarse stamp."""
+"""The source of a start is that of its step: the stamp of the line before; with this behind it, a change of a coarse
+stamp."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +53,12 @@ class LoggedSteps:
     """The clock of logged steps.
 
     Attributes:
-        steps: The `steps` table; `cycle_us` of a line is its wait and work if these are the time of the step, else null.
-        starts: ENGINE, step_id, ts_start_ns, start_sd_us, start_source, and pause: whether there is idle time between the start
-            and the next one.
-        jumps: ENGINE, step_id of the starts after which the clock jumped forward, or may have, before the next one; with the reason.
+        steps: The `steps` table; `cycle_us` of a line is its wait and work if these are the time of the step, else
+            null.
+        starts: ENGINE, step_id, ts_start_ns, start_sd_us, start_source, and pause: whether there is idle time between
+            the start and the next one.
+        jumps: ENGINE, step_id of the starts after which the clock jumped forward, or may have, before the next one;
+            with the reason.
     """
 
     steps: pl.DataFrame
@@ -104,8 +108,7 @@ def log_clock(steps: pl.DataFrame) -> LoggedSteps:
             time_us=(stamp.shift(-1).over(ENGINE) - stamp) / 1e3,
             count=step.shift(-1).over(ENGINE) - step,
             ends_fresh=pl.col("is_coarse") & pl.col("is_fresh").shift(-1).over(ENGINE),
-            ends_open=pl.col("is_coarse")
-            & (pl.col("is_fresh") & ~pl.col("continues")).shift(-1).over(ENGINE),
+            ends_open=pl.col("is_coarse") & (pl.col("is_fresh") & ~pl.col("continues")).shift(-1).over(ENGINE),
         )
         .join(inside, on=[*ENGINE, "interval"], how="left", maintain_order="left")
     )
@@ -142,9 +145,7 @@ def log_clock(steps: pl.DataFrame) -> LoggedSteps:
     )
     source = pl.when("is_coarse").then(pl.col("cycle_source") + _CHANGE).otherwise("cycle_source")
     # The time of a jump is not the steps', as that of a pause is not.
-    starts = starts.with_columns(
-        start_sd_us=sd_us, start_source=source, pause=pl.col("pause") | pl.col("jump")
-    )
+    starts = starts.with_columns(start_sd_us=sd_us, start_source=source, pause=pl.col("pause") | pl.col("jump"))
     return LoggedSteps(
         chosen.select(steps.columns),
         starts.select(*ENGINE, "step_id", "ts_start_ns", "start_sd_us", "start_source", "pause"),
@@ -162,7 +163,8 @@ def _jump_reason(whole: pl.Expr, may_pause: pl.Expr, is_open: pl.Expr) -> pl.Exp
     """
     comparable = whole & ~may_pause
     time_us, wait_us, count = pl.col("time_us"), pl.col("wait"), pl.col("step")
-    # With asynchronous scheduling waits may be almost nothing, without prints of them nothing: the larger of both counts.
+    # With asynchronous scheduling waits may be almost nothing, without prints of them nothing: the larger of both
+    # counts.
     step_us = pl.when(comparable).then(time_us / count).median().over(SERVER)
     ratio = pl.when(comparable & (wait_us > 0)).then(time_us / wait_us).median().over(SERVER)
     usual_us = pl.max_horizontal(step_us * count, ratio * wait_us)
@@ -176,7 +178,8 @@ def _jump_reason(whole: pl.Expr, may_pause: pl.Expr, is_open: pl.Expr) -> pl.Exp
 
 
 def without_jumps(timeline: pl.DataFrame, jumps: pl.DataFrame | None) -> tuple[pl.DataFrame, pl.DataFrame]:
-    """Return the timeline without the step times in which the clock of the log jumped, and how many: run_id, reason, count.
+    """Return the timeline without the step times in which the clock of the log jumped, and how many: run_id, reason,
+    count.
 
     Args:
         timeline: The `timeline` table.
@@ -198,7 +201,9 @@ def without_jumps(timeline: pl.DataFrame, jumps: pl.DataFrame | None) -> tuple[p
 
 
 def _lines(steps: pl.DataFrame) -> pl.DataFrame:
-    """Return the stamped lines with the number of their `interval` in the engine, and `is_mark`: whether the line bounds one."""
+    """Return the stamped lines with the number of their `interval` in the engine, and `is_mark`: whether the line
+    bounds one.
+    """
     step, stamp = pl.col("step_id"), pl.col("unix_ns")
     follows = (step.diff() == 1).over(ENGINE).fill_null(value=False)
     rows = steps.filter(is_logged()).drop_nulls("unix_ns").sort(*ENGINE, "step_id")
@@ -229,8 +234,8 @@ def _stamp_sd_us() -> pl.Expr:
 def _continues() -> pl.Expr:
     """Return which lines go on with a prompt of the line before, so that the engine did not idle between the two.
 
-    A step whose prompts fill the largest budget leaves one unfinished: if all were complete, the next step would have output tokens, but
-    where requests have one output token only.
+    A step whose prompts fill the largest budget leaves one unfinished: if all were complete, the next step would have
+    output tokens, but where requests have one output token only.
     """
     tokens = pl.col("prefill_tokens")
     is_full = pl.col("is_fresh") & (tokens == tokens.max().over(SERVER))
@@ -280,7 +285,8 @@ def every_start(steps: pl.DataFrame, starts: pl.DataFrame) -> pl.DataFrame:
 
 
 def _work(intervals: pl.DataFrame) -> tuple[float, ...] | None:
-    """Return the engine's work between two waits for each of `_WORK_TERMS`; null if waits and work disagree with the clock.
+    """Return the engine's work between two waits for each of `_WORK_TERMS`; null if waits and work disagree with the
+    clock.
 
     Args:
         intervals: time_us, and sums of `_WORK_TERMS` of the intervals of a server that have no idle time.

@@ -1,7 +1,7 @@
 """Find the preemptions of requests that have only the times of their tokens: the steps that gave them no token.
 
-A scheduler whose KV cache is full preempts the request that was scheduled last. The times give the number of steps without a
-token. The cache gives the first of them: it is full at the level at which it stays most evenly filled.
+A scheduler whose KV cache is full preempts the request that was scheduled last. The times give the number of steps
+without a token. The cache gives the first of them: it is full at the level at which it stays most evenly filled.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ if TYPE_CHECKING:
     from tracefit.timeline.engines import Floats, Ints
 
 _LEVELS = 0.3, 1.0, 8
-"""Levels to try: lowest and highest share of the peak of the cache with preemptions as late as possible, and their number."""
+"""Levels to try: lowest and highest share of the peak of the cache with preemptions as late as possible, and their
+number."""
 
 _SAMPLES = 200
 """The cache is sampled at the ends of about this many requests."""
 
 _LEAVES, _LATEST_STEP, _COMES, _RESUMES = range(4)
-"""Events of a request, in the order in which they happen at one step. `_LATEST_STEP` is the last step that can have preempted it."""
+"""Events of a request, in the order in which they happen at one step. `_LATEST_STEP` is the last step that can have
+preempted it."""
 
 
-def steps_without_token(
-    first: Floats, last: Floats, prompt: Floats, decodes: Floats
-) -> tuple[Ints, Floats, Floats]:
+def steps_without_token(first: Floats, last: Floats, prompt: Floats, decodes: Floats) -> tuple[Ints, Floats, Floats]:
     """Return the steps that gave preempted requests no token.
 
     Args:

@@ -1,9 +1,11 @@
-"""The step number of every node of a server's requests, and how well a model of the batches explains the times in between.
+"""The step number of every node of a server's requests, and how well a model of the batches explains the times in
+between.
 
-Each request is a chain of exact edges between nodes, each with a number of steps and a time on the engine's clock. Nodes that
-edges join have exact step numbers relative to each other; one integer per such cluster is unknown. Between two neighbouring nodes
-the batch is constant, so that a linear model of a step tells how many steps fit into the time; the numbers of steps give the
-model. `count_nodes` repeats both in turn, and joins clusters where the times leave one integer only.
+Each request is a chain of exact edges between nodes, each with a number of steps and a time on the engine's clock.
+Nodes that edges join have exact step numbers relative to each other; one integer per such cluster is unknown. Between
+two neighbouring nodes the batch is constant, so that a linear model of a step tells how many steps fit into the time;
+the numbers of steps give the model. `count_nodes` repeats both in turn, and joins clusters where the times leave one
+integer only.
 """
 
 from __future__ import annotations
@@ -50,7 +52,8 @@ class Counts:
         prompt_us: Time that each request's prompt adds to its steps, shape (requests,).
         prompts_per_step: Known prompts over the steps that were counted.
         unevenness: *U* of the tokens in the caches while preempted requests wait; null where that is rare.
-        fullness: *F*, how full the engine was in plain steps while known requests waited in a queue; null where that is rare.
+        fullness: *F*, how full the engine was in plain steps while known requests waited in a queue; null where that is
+            rare.
     """
 
     number: Ints
@@ -105,15 +108,15 @@ class _CountedServer:
 
 def _terms(steps: Floats, batch: _Batches) -> Floats:
     """Return the terms of a step's time, summed over the steps of each interval; shape (size - 1, 5)."""
-    return np.asarray(
-        np.c_[steps, steps * batch.run, steps * batch.read, batch.tokens, batch.prompts], np.float64
-    )
+    return np.asarray(np.c_[steps, steps * batch.run, steps * batch.read, batch.tokens, batch.prompts], np.float64)
 
 
 def _estimated_steps(server: _CountedServer, edges: ConsistentEdges) -> tuple[Ints, Floats, Floats]:
-    """Return the cluster of each node, its exact steps from the first node of the cluster, and the steps of each interval, not yet whole.
+    """Return the cluster of each node, its exact steps from the first node of the cluster, and the steps of each
+    interval, not yet whole.
 
-    The steps give a model of a step's time, and the model the steps that fit into the time between two clusters, in turn.
+    The steps give a model of a step's time, and the model the steps that fit into the time between two clusters, in
+    turn.
     """
     graph, busy, least = server.graph, server.graph.busy, server.least
     time_us = np.diff(graph.time_us)
@@ -243,7 +246,9 @@ def _batches(arrays: RequestArrays, graph: Graph, at: Floats, preempted: Ints) -
 
 
 def _plain(at_us: Floats, x: Floats, time_us: Floats) -> PlainIntervals:
-    """Return the intervals with the times that their batches explain: a model of all, times the middle ratio to it of a few seconds."""
+    """Return the intervals with the times that their batches explain: a model of all, times the middle ratio to it of a
+    few seconds.
+    """
     if not len(time_us):
         return PlainIntervals(at_us, x[:, 0], time_us, time_us)
     model_us = np.maximum(x @ robust_fit(x, time_us), 1e-3)
@@ -253,24 +258,24 @@ def _plain(at_us: Floats, x: Floats, time_us: Floats) -> PlainIntervals:
 
 
 def _has_queue(arrays: RequestArrays, graph: Graph, step_us: float) -> NDArray[np.bool_]:
-    """Return between which nodes a known request waits that came some steps ago: only a full engine lets it wait; shape (size - 1,)."""
+    """Return between which nodes a known request waits that came some steps ago: only a full engine lets it wait; shape
+    (size - 1,).
+    """
     waits = graph.scheduled_us - arrays.arrival_us > thresholds.QUEUE_STEPS * step_us
     begin = np.searchsorted(graph.time_us, arrays.arrival_us[waits] + thresholds.QUEUE_STEPS * step_us)
     begin = np.minimum(begin, graph.scheduled[waits])
     return graph.interval_sums(begin, graph.scheduled[waits], np.ones(len(begin))) > 0
 
 
-def _joined(
-    cluster: Ints, offset: Floats, guess: Floats, sd: Floats, busy: NDArray[np.bool_]
-) -> tuple[Ints, Floats]:
-    """Join clusters where the intervals between them agree on a whole distance, each with its surest partner, until none is left."""
+def _joined(cluster: Ints, offset: Floats, guess: Floats, sd: Floats, busy: NDArray[np.bool_]) -> tuple[Ints, Floats]:
+    """Join clusters where the intervals between them agree on a whole distance, each with its surest partner, until
+    none is left.
+    """
     while True:
         cut = np.flatnonzero(busy & (cluster[1:] != cluster[:-1]))
         a, b = cluster[:-1][cut], cluster[1:][cut]
         apart = np.where(a > b, -1.0, 1.0) * (guess[cut] + offset[:-1][cut] - offset[1:][cut])
-        votes = pl.DataFrame(
-            {"a": np.minimum(a, b), "b": np.maximum(a, b), "apart": apart, "weight": sd[cut] ** -2.0}
-        )
+        votes = pl.DataFrame({"a": np.minimum(a, b), "b": np.maximum(a, b), "apart": apart, "weight": sd[cut] ** -2.0})
         weight = pl.col("weight").sum()
         candidates = (
             votes.group_by("a", "b")
@@ -286,17 +291,15 @@ def _joined(
         sides = pl.concat([candidates.select("rank", cluster=side) for side in ("a", "b")])
         surest = sides.group_by("cluster").agg(pl.col("rank").min())["rank"].unique().sort()
         taken = candidates[surest.to_numpy()]
-        joined, moved = potentials(
-            int(cluster.max()) + 1, *(taken[name].to_numpy() for name in ("a", "b", "whole"))
-        )
+        joined, moved = potentials(int(cluster.max()) + 1, *(taken[name].to_numpy() for name in ("a", "b", "whole")))
         offset, cluster = offset + moved[cluster], joined[cluster]
 
 
 def is_completely_recorded(arrays: RequestArrays, graph: Graph) -> NDArray[np.bool_]:
     """Return at which nodes every request in the engine has its span in the recording.
 
-    A span is written when its request ends: requests that ended before the first recorded span, or still ran at the end of the
-    recording, have none. Where no request arrived for long before the end, the engine had become empty.
+    A span is written when its request ends: requests that ended before the first recorded span, or still ran at the end
+    of the recording, have none. Where no request arrived for long before the end, the engine had become empty.
     """
     ends = graph.time_us[graph.last]
     stays = ends - arrays.arrival_us

@@ -1,9 +1,11 @@
-"""Whether a recording has every request that was in the engine of an unmodified server: if some are missing, its batches are unknown.
+"""Whether a recording has every request that was in the engine of an unmodified server: if some are missing, its
+batches are unknown.
 
-A server writes a span for every request unless it is set to sample, so a recording counts as complete until something contradicts
-it: a sampler in the run's configuration or in the ids that it kept, stamps that one engine cannot have made, times that contradict
-each other, waits that the known requests do not explain, and steps without a prompt that take as long as steps with one. A model
-of step times that is fitted on half of each batch looks as sure as a right one and is wrong by a factor.
+A server writes a span for every request unless it is set to sample, so a recording counts as complete until something
+contradicts it: a sampler in the run's configuration or in the ids that it kept, stamps that one engine cannot have
+made, times that contradict each other, waits that the known requests do not explain, and steps without a prompt that
+take as long as steps with one. A model of step times that is fitted on half of each batch looks as sure as a right one
+and is wrong by a factor.
 """
 
 from __future__ import annotations
@@ -35,7 +37,10 @@ _MAX_EXAMINED = 20_000
 _TRACE_ALL = "trace every request: OTEL_TRACES_SAMPLER=always_on, and no sampling after it"
 _SHARED = "; or, if these servers are API processes of one engine, start it with --api-server-count 1"
 
-_RECORD_ONE = "record a single engine: a server of one data-parallel rank with --api-server-count 1, under a separate OTEL_SERVICE_NAME"
+_RECORD_ONE = (
+    "record a single engine: a server of one data-parallel rank with --api-server-count 1, under a "
+    "separate OTEL_SERVICE_NAME"
+)
 
 
 def unknown_batches(
@@ -102,8 +107,8 @@ def _missing_facts(requests: pl.DataFrame, by_arrival: pl.DataFrame) -> str | No
         return f"{by_arrival.height} requests are too few to show whether they are all; record more"
     if (rate := sampler_rate(requests["trace_id"].gather(_middle(by_arrival["row"])))) is not None:
         return (
-            f"a sampler kept about {100 * rate:.0f} % of the traces, as their ids show, and the batches contained the other "
-            "requests too; trace every request: OTEL_TRACES_SAMPLER=always_on"
+            f"a sampler kept about {100 * rate:.0f} % of the traces, as their ids show, and the batches contained the "
+            "other requests too; trace every request: OTEL_TRACES_SAMPLER=always_on"
         )
     if by_arrival["arrival_ns"].null_count() > thresholds.MOST_LACKING * by_arrival.height:
         return "a load generator that does not say when it sent the requests does not show the batches"
@@ -113,19 +118,24 @@ def _missing_facts(requests: pl.DataFrame, by_arrival: pl.DataFrame) -> str | No
 
 
 def _contradiction(server: CountedRequests, requests: int) -> str | None:
-    """Return why the times of a server's requests show that its batches are unknown, and what to do; `requests` is their number."""
+    """Return why the times of a server's requests show that its batches are unknown, and what to do; `requests` is
+    their number.
+    """
     arrays, graph = server.arrays, server.graph
     if (close := close_stamps(arrays, graph)) > thresholds.MOST_CLOSE:
         return (
-            "token times are closer together than two steps of one engine can be, as often as those of several engines or "
-            f"front ends would be ({100 * min(close, 1.0):.0f} % of that); {_RECORD_ONE}"
+            "token times are closer together than two steps of one engine can be, as often as those of several "
+            f"engines or front ends would be ({100 * min(close, 1.0):.0f} % of that); {_RECORD_ONE}"
         )
     if graph.time_conflicts > thresholds.MOST_LACKING:
-        return f"the times of {100 * graph.time_conflicts:.0f} % of the requests contradict each other: they are of several engines"
+        return (
+            f"the times of {100 * graph.time_conflicts:.0f} % of the requests contradict each other: they are of "
+            "several engines"
+        )
     if arrays.is_client and (short := miscounted_share(arrays)) > thresholds.MOST_MISCOUNTED:
         return (
-            f"{100 * short:.1f} % of the requests lasted as long as the others with less than half of their tokens: a client that counts "
-            "tokens in the text does not know those of the engine; take them from its usage field"
+            f"{100 * short:.1f} % of the requests lasted as long as the others with less than half of their tokens: a "
+            "client that counts tokens in the text does not know those of the engine; take them from its usage field"
         )
     edges, counts = server.edges, server.counts
     # Where requests are preempted the cache is full: of the recorded requests only, or they would fill it unevenly.
@@ -135,8 +145,8 @@ def _contradiction(server: CountedRequests, requests: int) -> str | None:
         contradicting = max(contradicting, len(edges.preempted) / requests)
     if contradicting > thresholds.MOST_CONTRADICTING:
         return (
-            f"{100 * contradicting:.0f} % of the requests took more or fewer steps than tokens: preempted, by speculative decoding, "
-            "or on another engine"
+            f"{100 * contradicting:.0f} % of the requests took more or fewer steps than tokens: preempted, by "
+            "speculative decoding, or on another engine"
         )
     return None if is_full else _hidden_requests(server)
 
@@ -150,19 +160,18 @@ def _hidden_requests(server: CountedRequests) -> str | None:
     late = None if server.arrays.is_client else late_arrivals(server.arrays)
     if late is not None and not late.is_jitter and late.chance <= thresholds.LATE_CHANCE:
         return (
-            f"{late.late} of {late.arrivals} requests that came while no other was in the engine waited for a step all the same: "
-            f"requests without a span were in the batches; {_TRACE_ALL}"
+            f"{late.late} of {late.arrivals} requests that came while no other was in the engine waited for a step "
+            f"all the same: requests without a span were in the batches; {_TRACE_ALL}"
         )
     if reason := _unexplained_times(server.counts):
         return f"{reason}; {_TRACE_ALL}"
     full = server.counts.fullness
     # A full engine has its most requests, or its most tokens.
-    if (
-        full is not None
-        and full.share < thresholds.LEAST_FULL
-        and full.unevenness > thresholds.MOST_UNEVENNESS
-    ):
-        return f"requests waited although the recorded ones left room in the engine: requests without a span filled it; {_TRACE_ALL}"
+    if full is not None and full.share < thresholds.LEAST_FULL and full.unevenness > thresholds.MOST_UNEVENNESS:
+        return (
+            "requests waited although the recorded ones left room in the engine: requests without a span filled "
+            f"it; {_TRACE_ALL}"
+        )
     return None
 
 
@@ -175,8 +184,8 @@ def _unexplained_times(counts: Counts) -> str | None:
     noise = step_noise(off, plain.steps)
     if noise is not None and noise > thresholds.MOST_NOISE:
         return (
-            f"steps of equal batches differ by {100 * noise:.0f} %, as several tokens a step, preemptions, other work on the machine, or "
-            "requests without a span make them"
+            f"steps of equal batches differ by {100 * noise:.0f} %, as several tokens a step, preemptions, other work "
+            "on the machine, or requests without a span make them"
         )
     skewed = skew(off, plain.steps)
     prompt = float(np.median(counts.prompt_us) / np.median(plain.model_us / plain.steps))
@@ -184,6 +193,6 @@ def _unexplained_times(counts: Counts) -> str | None:
     if skewed.noise > thresholds.NOISY or skewed.ratio < thresholds.MOST_SKEW or is_short:
         return None
     return (
-        f"steps without a prompt are longer than their batches explain {skewed.ratio:.1f} times as far as shorter: prompts without a span "
-        "were computed in them"
+        f"steps without a prompt are longer than their batches explain {skewed.ratio:.1f} times as far as shorter: "
+        "prompts without a span were computed in them"
     )

@@ -1,8 +1,9 @@
-"""The exact facts in the request times of an unmodified server: which tokens share a step, and the steps between tokens.
+"""The exact facts in the request times of an unmodified server: which tokens share a step, and the steps between
+tokens.
 
-The front end stamps all outputs of one step with the same time, so that equal stamps are one step: a *node*. A request is
-scheduled right after the step before its first step, which may be a node too. Each request is then a chain of edges between
-nodes, each with a number of steps and a time on the engine's clock.
+The front end stamps all outputs of one step with the same time, so that equal stamps are one step: a *node*. A request
+is scheduled right after the step before its first step, which may be a node too. Each request is then a chain of edges
+between nodes, each with a number of steps and a time on the engine's clock.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ DEFAULT_TOKEN_BUDGET = 2_048
 """Token budget of a step if it is unknown: the smallest default of vLLM."""
 
 _FIT_ROUNDS, _FIT_TOLERANCE = 300, 1e-3
-"""Most rounds of `fit_steps`, and the change that ends them. Where requests of minutes overlap, 30 rounds leave errors of 2 %."""
+"""Most rounds of `fit_steps`, and the change that ends them. Where requests of minutes overlap, 30 rounds leave errors
+of 2 %."""
 
 _TRIM_ROUNDS = 100
 """Most rounds that leave out preempted requests."""
@@ -40,7 +42,9 @@ GRAPH_COLUMNS = (*_SERVER_TIMES, *_CLIENT_TIMES[1:], "dialect", "prompt_tokens",
 
 
 def is_counted() -> pl.Expr:
-    """Return which requests steps are counted from: those of unmodified servers, or a client's if a run has no other requests."""
+    """Return which requests steps are counted from: those of unmodified servers, or a client's if a run has no other
+    requests.
+    """
     of_client = pl.col("dialect") == CLIENT
     return (pl.col("dialect") == STOCK) | (of_client & of_client.all())
 
@@ -74,12 +78,14 @@ class RequestArrays:
     prefill_us: Floats
     decode_us: Floats
     is_client: bool = False
-    """Whether a client measured the times, or vLLM before 1.0 its front end: it receives the tokens of a step one by one and does not see
-    the scheduling."""
+    """Whether a client measured the times, or vLLM before 1.0 its front end: it receives the tokens of a step one by
+    one and does not see the scheduling."""
 
     @classmethod
     def of(cls, rows: pl.DataFrame) -> RequestArrays:
-        """Return the arrays of usable requests. A client does not see when a request is scheduled: its TTFT counts as the prefill."""
+        """Return the arrays of usable requests. A client does not see when a request is scheduled: its TTFT counts as
+        the prefill.
+        """
         is_old = not rows["prefill_us"].count()
         if is_client := is_old or CLIENT in rows["dialect"]:
             prefix = "client_" if CLIENT in rows["dialect"] else ""
@@ -116,15 +122,10 @@ class RequestArrays:
         """Return a client's times as times of steps: each is the first that the client received of its step."""
         stamps = np.concatenate([self.first_token_ns, self.last_token_ns])
         order = np.argsort(stamps, kind="stable")
-        is_new = (
-            np.diff(stamps[order], prepend=0)
-            > thresholds.SAME_CLIENT_STAMP_SHARE * 1e3 * self.short_step_us()
-        )
+        is_new = np.diff(stamps[order], prepend=0) > thresholds.SAME_CLIENT_STAMP_SHARE * 1e3 * self.short_step_us()
         stamps[order] = stamps[order][np.maximum.accumulate(np.where(is_new, np.arange(len(stamps)), 0))]
         first, last = np.split(stamps, 2)
-        return replace(
-            self, first_token_ns=first, last_token_ns=last, decode_us=(last - first) / 1e3, is_client=True
-        )
+        return replace(self, first_token_ns=first, last_token_ns=last, decode_us=(last - first) / 1e3, is_client=True)
 
     def short_step_us(self) -> float:
         """Return the time per token of quick requests: about the shortest step."""
@@ -171,7 +172,8 @@ class ConsistentEdges(NamedTuple):
         begin: First node of each edge.
         end: Last node of each edge.
         steps: Steps of each edge.
-        contradicting: Share of the edges that are far off or contradict others; edges of preempted requests do not count.
+        contradicting: Share of the edges that are far off or contradict others; edges of preempted requests do not
+            count.
         preempted: The preempted requests, where they are many.
     """
 
@@ -230,7 +232,9 @@ class Graph:
         return replace(self, begin=self.begin[tokens], end=self.end[tokens], steps=self.steps[tokens])
 
     def interval_sums(self, begin: Ints, end: Ints, amount: Floats) -> Floats:
-        """Sum the amounts of the ranges of nodes that cover each interval between neighbouring nodes; shape (size - 1,)."""
+        """Sum the amounts of the ranges of nodes that cover each interval between neighbouring nodes; shape (size -
+        1,).
+        """
         change = np.bincount(begin, amount, self.size) - np.bincount(end, amount, self.size)
         return np.asarray(np.cumsum(change)[:-1], dtype=np.float64)
 
@@ -243,15 +247,14 @@ class Graph:
         )
 
     def consistent_edges(self) -> ConsistentEdges:
-        """Return a first guess of the steps between neighbouring nodes, and the edges that do not contradict the others.
+        """Return a first guess of the steps between neighbouring nodes, and the edges that do not contradict the
+        others.
 
-        A preempted request waits for steps without a token, and speculative decoding saves steps: where edges contradict
-        each other, those that are far off the count of all edges are left out.
+        A preempted request waits for steps without a token, and speculative decoding saves steps: where edges
+        contradict each other, those that are far off the count of all edges are left out.
         """
         least = np.where(self.busy, 1.0, 0.0)
-        mean_us = float(
-            (self.time_us[self.end] - self.time_us[self.begin]).sum() / max(self.steps.sum(), 1.0)
-        )
+        mean_us = float((self.time_us[self.end] - self.time_us[self.begin]).sum() / max(self.steps.sum(), 1.0))
         guess = np.maximum(np.diff(self.time_us) / max(mean_us, 1.0), 1.0) * least
         edges = (self.begin, self.end, self.steps)
         guess = fit_steps(self, guess, *edges, least)
@@ -262,10 +265,7 @@ class Graph:
         if contradicting < thresholds.USUAL_CONTRADICTING and self._are_consistent(*edges).all():
             return ConsistentEdges(guess, *edges, contradicting, np.empty(0, np.int64))
         count, preempted = len(self.steps), np.empty(0, np.int64)
-        if (
-            contradicting > thresholds.MOST_CONTRADICTING
-            and (on_time := self._never_preempted(least)) is not None
-        ):
+        if contradicting > thresholds.MOST_CONTRADICTING and (on_time := self._never_preempted(least)) is not None:
             near, contradicting, count = on_time, 0.0, int(on_time.sum())
             preempted = self.decoded[~on_time[: len(self.decoded)]]
         begin, end, steps = (edge[near] for edge in edges)
@@ -278,14 +278,12 @@ class Graph:
     def _never_preempted(self, least: Floats) -> NDArray[np.bool_] | None:
         """Return which edges are of requests with a token of every step; null where these are too few, or disagree.
 
-        A preempted request has fewer tokens than there are steps, never more: edges far below the count of the others are
-        left out, the largest difference first, and come back once the difference is small.
+        A preempted request has fewer tokens than there are steps, never more: edges far below the count of the others
+        are left out, the largest difference first, and come back once the difference is small.
         """
         tokens = self.with_token_edges_only()
         begin, end, steps = tokens.begin, tokens.end, tokens.steps
-        quick_us = float(
-            np.quantile((self.time_us[end] - self.time_us[begin]) / steps, thresholds.QUICK_QUANTILE)
-        )
+        quick_us = float(np.quantile((self.time_us[end] - self.time_us[begin]) / steps, thresholds.QUICK_QUANTILE))
         guess = np.maximum(np.diff(self.time_us) / max(quick_us, 1.0), 1.0) * least
         kept = np.ones(len(steps), bool)
         for _ in range(_TRIM_ROUNDS):
@@ -382,7 +380,9 @@ def _running(first: Ints, last: Ints, size: int) -> Ints:
 
 
 def _token_nodes(arrays: RequestArrays) -> tuple[Ints, Ints, Floats, float]:
-    """Return the nodes of first and last tokens, the time of each node, and the share of requests that contradict it."""
+    """Return the nodes of first and last tokens, the time of each node, and the share of requests that contradict
+    it.
+    """
     n = len(arrays.decode_steps)
     stamps = np.concatenate([arrays.first_token_ns, arrays.last_token_ns])
     order = np.argsort(stamps, kind="stable")
@@ -394,8 +394,8 @@ def _token_nodes(arrays: RequestArrays) -> tuple[Ints, Ints, Floats, float]:
     root, relative_us = potentials(len(wall_us), first, last, arrays.decode_us)
     off_us = np.abs(relative_us[last] - relative_us[first] - arrays.decode_us)
     is_wrong = off_us > thresholds.NEAR_SHARE * arrays.short_step_us()
-    # The engine's clock is exact within a component. A busy front end stamps outputs late, never early: the earliest stamp
-    # gives the time of the component on the wall clock.
+    # The engine's clock is exact within a component. A busy front end stamps outputs late, never early: the earliest
+    # stamp gives the time of the component on the wall clock.
     shifts = pl.DataFrame({"root": root, "shift_us": wall_us - relative_us})
     shift_us = shifts.select(pl.col("shift_us").min().over("root")).to_series().to_numpy()
     return first, last, np.maximum.accumulate(relative_us + shift_us), float(is_wrong.mean())
@@ -404,7 +404,9 @@ def _token_nodes(arrays: RequestArrays) -> tuple[Ints, Ints, Floats, float]:
 def _scheduling(
     arrays: RequestArrays, first: Ints, last: Ints, at: Floats, budget: float
 ) -> tuple[Floats, NDArray[np.bool_], NDArray[np.bool_], int]:
-    """Return when each request was scheduled, whether in one step, whether into an idle engine, and the steps scheduled ahead."""
+    """Return when each request was scheduled, whether in one step, whether into an idle engine, and the steps scheduled
+    ahead.
+    """
     near = thresholds.NEAR_SHARE * arrays.short_step_us()
     if arrays.is_client:
         never = np.zeros(len(first), bool)
@@ -446,8 +448,8 @@ def _scheduling(
 def fit_steps(graph: Graph, steps: Floats, begin: Ints, end: Ints, goal: Floats, least: Floats) -> Floats:
     """Scale the steps of the intervals until those of each range of nodes add up to its `goal`.
 
-    Each round multiplies an interval by the geometric mean of the ratios of the ranges that cover it, as generalized iterative
-    scaling does (Darroch and Ratcliff 1972).
+    Each round multiplies an interval by the geometric mean of the ratios of the ranges that cover it, as generalized
+    iterative scaling does (Darroch and Ratcliff 1972).
     """
     single = np.flatnonzero(end - begin == 1)
     cover = np.maximum(graph.interval_sums(begin, end, np.ones(len(begin))), 1)
@@ -467,8 +469,8 @@ def fit_steps(graph: Graph, steps: Floats, begin: Ints, end: Ints, goal: Floats,
 def robust_fit(x: Floats, y: Floats) -> Floats:
     """Return the non-negative coefficients of `y` in `x` with the least absolute relative errors.
 
-    Iteratively reweighted least squares (Schlossmacher 1973), each round by non-negative least squares (Lawson and Hanson 1974) on
-    a Cholesky factor of the normal equations.
+    Iteratively reweighted least squares (Schlossmacher 1973), each round by non-negative least squares (Lawson and
+    Hanson 1974) on a Cholesky factor of the normal equations.
     """
     from scipy.optimize import nnls  # noqa: PLC0415 - commands that fit nothing do without
 

@@ -1,8 +1,8 @@
 """Count the steps of an engine from the times of its requests, which the spans of an unmodified server have.
 
-These requests have no step ids, but exact times on the engine's clock: a request is scheduled, its first and its last token come
-out, and every step in between gives it one token. `request_graph` finds the steps that show in the times, as nodes, and
-`request_counts` their numbers; this module gives the requests their steps.
+These requests have no step ids, but exact times on the engine's clock: a request is scheduled, its first and its last
+token come out, and every step in between gives it one token. `request_graph` finds the steps that show in the times, as
+nodes, and `request_counts` their numbers; this module gives the requests their steps.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from tracefit.timeline.request_graph import Graph, RequestArrays
 
 _STEP_WINDOWS, _WINDOW_REQUESTS = 8, 2_000
-"""Number of windows of a long recording whose requests get steps, and of requests in each: a model needs no more, and memory is
-bounded."""
+"""Number of windows of a long recording whose requests get steps, and of requests in each: a model needs no more, and
+memory is bounded."""
 
 MOST_PLACED = _STEP_WINDOWS * _WINDOW_REQUESTS
 """Most requests of a server that get steps."""
@@ -50,10 +50,10 @@ class RequestSteps:
     starts: pl.DataFrame
 
     @classmethod
-    def of(
-        cls, requests: pl.DataFrame, placed: Iterable[pl.DataFrame], starts: Iterable[pl.DataFrame]
-    ) -> RequestSteps:
-        """Join parts of the requests, each with `row` and the columns `PLACED_COLUMNS`, and the starts of their steps."""
+    def of(cls, requests: pl.DataFrame, placed: Iterable[pl.DataFrame], starts: Iterable[pl.DataFrame]) -> RequestSteps:
+        """Join parts of the requests, each with `row` and the columns `PLACED_COLUMNS`, and the starts of their
+        steps.
+        """
         types = pl.Schema({"row": pl.UInt32(), **{name: REQUESTS.types[name] for name in PLACED_COLUMNS}})
         rows = pl.concat([pl.DataFrame(schema=types), *(part.cast(types) for part in placed)]).sort("row")
         with_steps = requests[rows["row"]].with_columns(rows.drop("row").get_columns())
@@ -81,9 +81,7 @@ _STARTS = {
 }
 
 
-def count_steps(
-    requests: pl.DataFrame, limits: EngineLimits, *, traced_share: float | None = None
-) -> RequestSteps:
+def count_steps(requests: pl.DataFrame, limits: EngineLimits, *, traced_share: float | None = None) -> RequestSteps:
     """Count the steps of every server with the spans of all its requests, and give its requests their steps.
 
     Args:
@@ -111,7 +109,9 @@ def count_steps(
 
 
 def _windows(rows: pl.Series) -> Iterator[pl.Series]:
-    """Yield the requests of a server, ordered by their ends; if there are very many, those of some windows, each an epoch."""
+    """Yield the requests of a server, ordered by their ends; if there are very many, those of some windows, each an
+    epoch.
+    """
     if rows.len() <= MOST_PLACED:
         yield rows
         return
@@ -120,10 +120,12 @@ def _windows(rows: pl.Series) -> Iterator[pl.Series]:
 
 
 def _placed(rows: pl.DataFrame, counted: CountedRequests) -> tuple[pl.DataFrame, pl.DataFrame]:
-    """Return `row` and the columns `PLACED_COLUMNS` of the requests of one server, and the anchored starts of its steps."""
+    """Return `row` and the columns `PLACED_COLUMNS` of the requests of one server, and the anchored starts of its
+    steps.
+    """
     arrays, graph, counts = counted.arrays, counted.graph, counted.counts
-    # An idle gap gets an empty step, whose time belongs to no batch; with scheduling ahead, a step in progress comes before it.
-    # A client sees the first step after a gap end but not begin: its time belongs to no batch either.
+    # An idle gap gets an empty step, whose time belongs to no batch; with scheduling ahead, a step in progress comes
+    # before it. A client sees the first step after a gap end but not begin: its time belongs to no batch either.
     gaps = np.r_[0, np.cumsum(~counts.busy)] * (1 + graph.lag + arrays.is_client)
     ended = counts.number - counts.number[0] + gaps + 1
     engine = {name: pl.lit(rows[name][0], _STARTS[name]) for name in ENGINE}
@@ -178,7 +180,8 @@ def on_steps(rows: pl.DataFrame, arrays: RequestArrays, graph: Graph, ended: Int
 
 
 def is_at_recording_end() -> pl.Expr:
-    """Return which steps counted from requests come before the first anchored start of an engine, or after the last one.
+    """Return which steps counted from requests come before the first anchored start of an engine, or after the last
+    one.
 
     At these ends of a recording, requests may be missing.
     """
@@ -193,9 +196,7 @@ def events_of(requests: pl.DataFrame) -> pl.DataFrame:
     A request that took more steps than it has tokens was preempted, once at most (`preemptions`).
     """
     rows = requests.filter(is_counted() & pl.col("first_token_step").is_not_null()).with_row_index("span_id")
-    rows = pl.concat(
-        [rows.clear().with_columns(**_NOT_PREEMPTED), *map(_preempted, rows.partition_by(ENGINE))]
-    )
+    rows = pl.concat([rows.clear().with_columns(**_NOT_PREEMPTED), *map(_preempted, rows.partition_by(ENGINE))])
     first, first_ns = pl.col("first_token_step"), pl.col("first_token_ns")
     before_preemption = pl.col("preempted_step") - first
     per_step_ns = (pl.col("last_token_ns") - first_ns) / (pl.col("finished_step") - first)

@@ -18,12 +18,12 @@ def with_step_times(
 
     A request is in the steps from each SCHEDULED to the step before PREEMPTED, or to FINISHED. Its scheduling time is
     the sum of `step.duration_us`; steps without a sample count as the mean of the sampled ones, and `steps_timed`
-    is the share of sampled steps. The rest of the time from the first to the last of its steps is execution, including sampling,
-    synchronization and the processing of outputs between two steps. Where scheduling runs a step ahead of
+    is the share of sampled steps. The rest of the time from the first to the last of its steps is execution, including
+    sampling, synchronization and the processing of outputs between two steps. Where scheduling runs a step ahead of
     execution, scheduling is not subtracted, and the steps begin to execute a step later.
 
-    Values of spans are kept. A value is null if no step of the request is recorded or the request has not finished; scheduling
-    and execution also if the durations exceed the request's time in the engine, as those of whole steps do.
+    Values of spans are kept. A value is null if no step of the request is recorded or the request has not finished;
+    scheduling and execution also if the durations exceed the request's time in the engine, as those of whole steps do.
 
     Args:
         requests: The `requests` table.
@@ -43,7 +43,9 @@ def with_step_times(
 
 
 def _stays(journeys: pl.DataFrame) -> pl.DataFrame:
-    """Return each request's segments of steps: first_step, last_step, begin_ns, end_ns (null if the next step's start is the end)."""
+    """Return each request's segments of steps: first_step, last_step, begin_ns, end_ns (null if the next step's start
+    is the end).
+    """
     marks = core_events(journeys).filter(
         pl.col("event").is_in(["SCHEDULED", "PREEMPTED", "FINISHED"]), pl.col("step_id").is_not_null()
     )
@@ -108,7 +110,8 @@ def _step_times(stays: pl.DataFrame, timeline: pl.DataFrame, lags: pl.DataFrame)
 
 
 def _token_gaps(requests: pl.DataFrame, timeline: pl.DataFrame, snapshots: pl.DataFrame) -> pl.DataFrame:
-    """Return the 99th percentile of the times between a request's tokens, for requests whose snapshots show every token.
+    """Return the 99th percentile of the times between a request's tokens, for requests whose snapshots show every
+    token.
 
     A token is out by the start of the first step whose snapshot counts it; the first and the last token have events.
     """

@@ -63,8 +63,8 @@ def following(name: str) -> pl.Expr:
 def running_segments(core: pl.DataFrame, cached: pl.DataFrame) -> pl.DataFrame:
     """Find every segment from SCHEDULED to PREEMPTED or FINISHED.
 
-    The output shows which step completed the prompt: with g tokens and one token per step, it is g - 1 steps before the last
-    (without disturbance, FINISHED.step - FIRST_TOKEN.step = output tokens - 1).
+    The output shows which step completed the prompt: with g tokens and one token per step, it is g - 1 steps before the
+    last (without disturbance, FINISHED.step - FIRST_TOKEN.step = output tokens - 1).
 
     Args:
         core: `core_events`, located on the step axis.

@@ -16,16 +16,16 @@ class StepSums:
     """Sums of columns over steps, as differences of two cumulative sums: no frame has a row per request and step."""
 
     def __init__(self, steps: pl.DataFrame, *columns: str) -> None:
-        """Add up columns of numbers along each engine; `steps` has the engine's columns and step_id, one row per step."""
+        """Add up columns of numbers along each engine; `steps` has the engine's columns and step_id, one row per
+        step.
+        """
         self._columns = columns
         values = pl.col(columns).fill_null(0)
         has_value = pl.col(columns).is_not_null().cast(pl.Int64).name.suffix("_known")
         sums = (sum_of.cum_sum().over(ENGINE) for sum_of in (values, has_value))
         self._until = steps.sort("step_id").select(*ENGINE, "step_id", *sums)
 
-    def between(
-        self, rows: pl.DataFrame, after: pl.Expr, last: pl.Expr, *, missing: MissingSteps
-    ) -> pl.DataFrame:
+    def between(self, rows: pl.DataFrame, after: pl.Expr, last: pl.Expr, *, missing: MissingSteps) -> pl.DataFrame:
         """Sum over the steps after `after`, up to and including `last`.
 
         Args:
@@ -35,7 +35,8 @@ class StepSums:
             missing: The rule for missing steps.
 
         Returns:
-            One row per row of `rows`, in its order: each column's sum, and `<column>_known`, the number of steps with a value.
+            One row per row of `rows`, in its order: each column's sum, and `<column>_known`, the number of steps with a
+                value.
             Null if `after` or `last` is null.
         """
         begin, end = self._sums_until(rows, after), self._sums_until(rows, last)

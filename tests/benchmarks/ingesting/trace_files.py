@@ -1,8 +1,8 @@
 """Trace files of any size in a given layout.
 
 A few runs are simulated. Each is then written again and again, every time as later requests: other ids, later times,
-further steps, other prompt lengths, and other cuts between records. Everything that changes from copy to copy is a slot of a span's
-text (JSON) or a field of its message (protobuf), so that a gigabyte takes less than a minute.
+further steps, other prompt lengths, and other cuts between records. Everything that changes from copy to copy is a slot
+of a span's text (JSON) or a field of its message (protobuf), so that a gigabyte takes less than a minute.
 """
 
 from __future__ import annotations
@@ -284,9 +284,7 @@ def _records(
         for number, unit in enumerate(units):
             base, kinds = slots[number]
             values, texts = copies.next(unit, base, kinds)
-            spans = zip(
-                scopes[number], prepared[number].copies(values, kinds, texts), counts[number], strict=True
-            )
+            spans = zip(scopes[number], prepared[number].copies(values, kinds, texts), counts[number], strict=True)
             for group in _cut(layout, rng, spans):
                 yield (
                     encoding.record([(*scope, data) for scope, data, _ in group]),
@@ -424,9 +422,7 @@ class _Json:
                 for scope, own in scopes.items()
             ]
             resource = {"attributes": self._attributes(_resource_pairs(self._layout, process))}
-            resource_spans.append(
-                self._object("resource spans", resource=resource, scopeSpans=listed, schemaUrl=zero)
-            )
+            resource_spans.append(self._object("resource spans", resource=resource, scopeSpans=listed, schemaUrl=zero))
         text = self._encode({"resourceSpans": resource_spans})
         record = b"".join(
             part.encode() if n % 2 == 0 else self._marked[int(part)]
@@ -653,8 +649,7 @@ def _any_value(value: Value) -> common_pb2.AnyValue:
 def _resource_pairs(layout: Layout, process: str) -> list[tuple[str, Any]]:
     """Return the attributes of a process."""
     pairs = [
-        (key, value.format(process=process) if isinstance(value, str) else value)
-        for key, value in layout.resource
+        (key, value.format(process=process) if isinstance(value, str) else value) for key, value in layout.resource
     ]
     return [*pairs, *((extra.key, extra.values[0]) for extra in layout.extras.get("resource", ()))]
 

@@ -1,7 +1,8 @@
 """A container: a form in which other programs hold spans or lines of logs, which its reader turns into the usual one.
 
-A container is recognised by the first bytes of the decompressed content, whatever the file's name. Its reader yields OTLP JSON lines, or the
-lines that were wrapped; everything behind it is the same for all. Containers nest: an export of lines may hold a dump of spans.
+A container is recognised by the first bytes of the decompressed content, whatever the file's name. Its reader yields
+OTLP JSON lines, or the lines that were wrapped; everything behind it is the same for all. Containers nest: an export of
+lines may hold a dump of spans.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
 CONTAINER_HEAD_BYTES, MOST_HEAD_BYTES = 64 << 10, 4 << 20
-"""Bytes by which a container is recognised; of a document over several lines, whose end shows what it is, and of a log that spans follow."""
+"""Bytes by which a container is recognised; of a document over several lines, whose end shows what it is, and of a log
+that spans follow."""
 
 PRETTY = re.compile(rb"[\[{]\s*\n|[\[{][^\n]*[\[{,:]\s*\n(?=[ \t\]}])")
 """The beginning of a document over several lines."""
@@ -66,9 +68,7 @@ def register(container: Container) -> Container:
     return container
 
 
-def unwrapped(
-    content: Iterator[Piece | Gap], most_bytes: int, found: list[Container]
-) -> Iterator[Piece | Gap]:
+def unwrapped(content: Iterator[Piece | Gap], most_bytes: int, found: list[Container]) -> Iterator[Piece | Gap]:
     """Yield the content inside all containers around it; content in none stays as it is.
 
     Args:
@@ -81,11 +81,7 @@ def unwrapped(
         head = head.removeprefix(BOM).lstrip()
         # The usual case: there may be thousands of small files.
         container = None if _PLAIN_RECORD.match(head) else _container_of(head)
-        if (
-            container is None
-            and len(head) >= CONTAINER_HEAD_BYTES // 2
-            and (PRETTY.match(head) or _is_log(head))
-        ):
+        if container is None and len(head) >= CONTAINER_HEAD_BYTES // 2 and (PRETTY.match(head) or _is_log(head)):
             head, content = peeked(content, MOST_HEAD_BYTES)
             container = _container_of(head.removeprefix(BOM).lstrip())
         if container is None:
@@ -96,7 +92,9 @@ def unwrapped(
 
 
 def _is_log(head: bytes) -> bool:
-    """Return whether content is a program's output, which spans may follow; of one that is read itself, none are asked."""
+    """Return whether content is a program's output, which spans may follow; of one that is read itself, none are
+    asked.
+    """
     is_text = b"\n" in head and b"\0" not in head and not RECORD_START.match(head)
     return is_text and not any(mark in head for one in RECORDINGS.values() for mark in one.stamped)
 
@@ -122,9 +120,7 @@ _INT64, _MOST_DEPTH = 2**63, 64
 _SCOPES_OF_EVENTS = {"api.": "vllm.api", "journey.": "vllm.scheduler", "step.": "vllm.scheduler.step"}
 _SCOPES_OF_NAMES = {
     "llm_core": "vllm.scheduler",
-    **dict.fromkeys(
-        ("vllm_queue", "vllm_prefill", "vllm_decode", "vllm_async_kv_transfer"), "vllm.tracing.otel"
-    ),
+    **dict.fromkeys(("vllm_queue", "vllm_prefill", "vllm_decode", "vllm_async_kv_transfer"), "vllm.tracing.otel"),
     **dict.fromkeys(
         (
             *("tokenize", "api_server_dispatch", "request_process", "prefill_waiting", "prefill_forward"),
@@ -166,9 +162,7 @@ def value_of(value: Any, depth: int = 0) -> dict[str, Any]:
 
 def pairs_of(values: dict[str, Any], depth: int = 0) -> list[dict[str, Any]]:
     """Return a JSON object as attributes of OTLP; null is unset."""
-    return [
-        {"key": key, "value": value_of(value, depth)} for key, value in values.items() if value is not None
-    ]
+    return [{"key": key, "value": value_of(value, depth)} for key, value in values.items() if value is not None]
 
 
 def plain(value: Any) -> Any:
@@ -185,7 +179,9 @@ def plain(value: Any) -> Any:
 
 
 def hex_id(text: str, size: int) -> str:
-    """Return an id in hex without its prefix, and with the zeros before it that some programs leave out; empty if all digits are zero."""
+    """Return an id in hex without its prefix, and with the zeros before it that some programs leave out; empty if all
+    digits are zero.
+    """
     digits = text.removeprefix("0x")
     return digits.rjust(size, "0") if digits.strip("0") else ""
 
@@ -262,8 +258,7 @@ def encoded(span: SpanItem) -> Encoded:
         "endTimeUnixNano": span.end,
         "attributes": pairs_of(tags),
         "events": [
-            {"timeUnixNano": at, "name": name, "attributes": pairs_of(values)}
-            for at, name, values in span.events
+            {"timeUnixNano": at, "name": name, "attributes": pairs_of(values)} for at, name, values in span.events
         ],
         "status": {"code": _STATUS.get(status.upper(), 0), "message": message},
         **{key: count for key, count in dropped.items() if count},
@@ -284,11 +279,7 @@ def _scope_of(span: SpanItem) -> str:
             if name.startswith(prefix):
                 return scope
     if span.name == "llm_request":
-        return (
-            "vllm.tracing.otel"
-            if any(key.startswith("gen_ai.latency.") for key in span.attributes)
-            else "vllm.api"
-        )
+        return "vllm.tracing.otel" if any(key.startswith("gen_ai.latency.") for key in span.attributes) else "vllm.api"
     if span.name.startswith("scheduler_steps"):
         return "vllm.scheduler.step"
     if span.name in _SCOPES_OF_NAMES:

@@ -1,7 +1,8 @@
-"""Spans that SDKs print: documents of the Python SDK's console exporter, and a ResourceSpans a line of Java's logging exporter.
+"""Spans that SDKs print: documents of the Python SDK's console exporter, and a ResourceSpans a line of Java's logging
+exporter.
 
-Both share their output with the server's log, whose lines are skipped. The console exporter leaves out the scope of a span, which follows
-from its name and its attributes.
+Both share their output with the server's log, whose lines are skipped. The console exporter leaves out the scope of a
+span, which follows from its name and its attributes.
 """
 
 from __future__ import annotations
@@ -99,7 +100,9 @@ def _item(text: bytes) -> SpanItem:
 
 
 def _documents(lines: Iterator[bytes | Gap], most_bytes: int) -> Iterator[bytes | Gap]:
-    """Yield the documents among the lines of a log: from a line with only a bracket to the next one with only that, or in one line."""
+    """Yield the documents among the lines of a log: from a line with only a bracket to the next one with only that, or
+    in one line.
+    """
     parts: list[bytes] = []
     size = 0
     for line in lines:
@@ -149,16 +152,12 @@ CONSOLE = register(
         version="opentelemetry-sdk 1.45",
         source="https://opentelemetry-python.readthedocs.io/en/latest/sdk/trace.export.html",
         find=lambda head: bool(_FIND.search(head)),
-        read=lambda content, most_bytes: joined(
-            _spans(_documents(lines_in(content, most_bytes), most_bytes))
-        ),
+        read=lambda content, most_bytes: joined(_spans(_documents(lines_in(content, most_bytes), most_bytes))),
     )
 )
 
 _RESOURCE_SPANS_START = rb'\{\s*"(?:resource"\s*:\s*\{|scopeSpans"\s*:\s*\[)'
-_FIND_JAVA = re.compile(
-    rb"(?:^|\n)(?:[A-Z]{4,7}: |\[[^\n{]{0,200}|[0-9][^\n{]{0,200})?" + _RESOURCE_SPANS_START
-)
+_FIND_JAVA = re.compile(rb"(?:^|\n)(?:[A-Z]{4,7}: |\[[^\n{]{0,200}|[0-9][^\n{]{0,200})?" + _RESOURCE_SPANS_START)
 _JAVA_LINE = re.compile(_RESOURCE_SPANS_START)
 
 

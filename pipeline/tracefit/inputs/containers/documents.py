@@ -1,4 +1,6 @@
-"""Pretty JSON documents one after another, as `jq .` or `cat` of several files leaves them: each becomes a line, for any reader of JSON."""
+"""Pretty JSON documents one after another, as `jq .` or `cat` of several files leaves them: each becomes a line, for
+any reader of JSON.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Cut JSON text of any length into the values at one depth of brackets, without parsing what is around them.
 
-A dump that is one document becomes its items, one after another, so that no more than one of them is in memory. Brackets are found by column
-operations over the bytes of a chunk. After an item that cannot be read, the next beginning of an item is searched in its bytes: a lost
-quote or bracket costs no more than the items it is in.
+A dump that is one document becomes its items, one after another, so that no more than one of them is in memory.
+Brackets are found by column operations over the bytes of a chunk. After an item that cannot be read, the next beginning
+of an item is searched in its bytes: a lost quote or bracket costs no more than the items it is in.
 """
 
 from __future__ import annotations
@@ -122,9 +122,7 @@ class _Cutter:
                 self._is_skipped = True
                 limit = named(IngestOptions, "max_document_mib")
                 return (
-                    yield from self._failed(
-                        item, f"longer than {self._most >> 20} MiB: raise {limit} to read it", b""
-                    )
+                    yield from self._failed(item, f"longer than {self._most >> 20} MiB: raise {limit} to read it", b"")
                 )
         return b""
 

@@ -28,9 +28,7 @@ _UNSAFE_IN_LABELS = re.compile(r"[^A-Za-z0-9._@-]+")
 def _lines(entries: list[Entry]) -> list[bytes]:
     """Return entries as content."""
     return [
-        item.data
-        for item in printed(iter(entries), sum(len(e.text) for e in entries) + 1)
-        if isinstance(item, Piece)
+        item.data for item in printed(iter(entries), sum(len(e.text) for e in entries) + 1) if isinstance(item, Piece)
     ]
 
 
@@ -51,9 +49,7 @@ def _is_newest_first(head: bytes) -> bool:
     return len(times) > 1 and times[0] > times[1]
 
 
-def in_order(
-    content: Iterator[Piece | Gap], most_bytes: int, *, is_newest_first: bool
-) -> Iterator[Piece | Gap]:
+def in_order(content: Iterator[Piece | Gap], most_bytes: int, *, is_newest_first: bool) -> Iterator[Piece | Gap]:
     """Return lines from the oldest to the newest."""
     return _reversed(content, most_bytes) if is_newest_first else content
 
@@ -123,9 +119,7 @@ def _loki(text: bytes) -> list[Entry]:
     if _LOKI_LINE.match(text):
         line = _LOKI_DECODER.decode(text)
         time = iso_of_ns(int(line.timestamp)) if line.timestamp.isdigit() else line.timestamp
-        return [
-            Entry(line.line.rstrip("\n").encode(errors="replace"), time, line.labels or line.fields or {})
-        ]
+        return [Entry(line.line.rstrip("\n").encode(errors="replace"), time, line.labels or line.fields or {})]
     read = _STREAM.decode(text)
     values = read.values or []
     if not all(len(value) >= _LOKI_FIELDS and isinstance(value[0], str) for value in values):
@@ -182,8 +176,8 @@ _CLOUDWATCH_ANSWER = re.compile(
     rb'|results"\s*:\s*\[\s*\[\s*\{\s*"(?:field|value)")'
 )
 _CLOUDWATCH_FIND = re.compile(
-    _CLOUDWATCH_ANSWER.pattern
-    + rb'|\[\s*\{\s*(?:"(?:logStreamName|eventId)"\s*:\s*"[^"\\]{0,600}"\s*,\s*){0,2}"timestamp"\s*:\s*[0-9]{13}\s*,\s*"message"'
+    _CLOUDWATCH_ANSWER.pattern + rb'|\[\s*\{\s*(?:"(?:logStreamName|eventId)"\s*:\s*"[^"\\]{0,600}"\s*,\s*){0,2}'
+    rb'"timestamp"\s*:\s*[0-9]{13}\s*,\s*"message"'
     rb'|\[\s*\{\s*(?:"eventId"\s*:\s*"[^"\\]{0,600}"\s*,\s*)?"ingestionTime"\s*:\s*[0-9]{13}\s*,'
     rb'|[\[\s]*\{\s*"@(?:timestamp|message|logStream|ptr)"\s*:\s*"'
     rb'|\{\s*"messageType"\s*:\s*"(?:DATA|CONTROL)_MESSAGE"'
@@ -239,9 +233,7 @@ CLOUDWATCH = register(
         source="https://docs.aws.amazon.com/AmazonCloudWatchLogs/latest/APIReference/API_FilterLogEvents.html",
         find=lambda head: bool(_CLOUDWATCH_FIND.match(head)),
         read=_reader(
-            re.compile(
-                rb'\{\s*"(?:logStreamName|timestamp|message|@timestamp|messageType)"\s*:|\[\s*\{\s*"field"'
-            ),
+            re.compile(rb'\{\s*"(?:logStreamName|timestamp|message|@timestamp|messageType)"\s*:|\[\s*\{\s*"field"'),
             _cloudwatch_depth,
             _cloudwatch,
         ),

@@ -1,7 +1,7 @@
 """Jaeger's dumps: the answer of `/api/traces` and of the user interface's download, and that of `/api/v3/traces`.
 
-The first has traces with spans, tags and processes; its times are microseconds, and the scope of a span is a tag. The second holds
-OTLP in an envelope.
+The first has traces with spans, tags and processes; its times are microseconds, and the scope of a span is a tag. The
+second holds OTLP in an envelope.
 """
 
 from __future__ import annotations
@@ -28,9 +28,7 @@ from tracefit.inputs.containers.elements import UNREADABLE_JSON, items
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-_FIND = re.compile(
-    rb'\{(?:\s*"(?:errors|limit|offset|total)"\s*:\s*(?:null|[0-9]+|\[\s*\])\s*,)*\s*"data"\s*:\s*\['
-)
+_FIND = re.compile(rb'\{(?:\s*"(?:errors|limit|offset|total)"\s*:\s*(?:null|[0-9]+|\[\s*\])\s*,)*\s*"data"\s*:\s*\[')
 _JAEGER_SPAN = re.compile(rb'"operationName"\s*:')
 _BEGIN = re.compile(rb'\{\s*"(?:traceID"\s*:\s*"[0-9a-fA-F]{1,32}"\s*,\s*"spans|processes)"\s*:')
 _EMPTY_END = re.compile(rb"\s*\]")

@@ -1,7 +1,7 @@
 """Lines of container runtimes and of the journal: Docker's `{"log": …}`, CRI's `TIME stdout F …`, and journald's JSON.
 
-The runtime cuts a long line into parts, which are joined again. The printed text is the content; before a line whose time counts, as recordings
-declare (`Recording.stamped`), come the time and the labels that the runtime gave it.
+The runtime cuts a long line into parts, which are joined again. The printed text is the content; before a line whose
+time counts, as recordings declare (`Recording.stamped`), come the time and the labels that the runtime gave it.
 """
 
 from __future__ import annotations
@@ -260,9 +260,7 @@ def _journal(lines: Iterator[bytes | Gap]) -> Iterator[Entry | Gap]:
             read = _JOURNAL.decode(line)
             # A text with control characters, such as colours, is a list of its bytes.
             message = (
-                read.message
-                if isinstance(read.message, str)
-                else bytes(read.message or ()).decode(errors="replace")
+                read.message if isinstance(read.message, str) else bytes(read.message or ()).decode(errors="replace")
             )
             time = iso_of_ns(int(read.real_us) * 1000) if read.real_us else ""
         except UNREADABLE_JSON:

@@ -1,4 +1,6 @@
-"""Tables that consoles of log stores export: CSV of CloudWatch Logs Insights and of Google's Logs Explorer, a line of a log in each row."""
+"""Tables that consoles of log stores export: CSV of CloudWatch Logs Insights and of Google's Logs Explorer, a line of a
+log in each row.
+"""
 
 from __future__ import annotations
 
@@ -71,9 +73,7 @@ def _entries(batches: Iterator[list[bytes] | Gap]) -> Iterator[Entry | Gap]:
 def _read_rows(header: bytes, rows: list[bytes]) -> Iterator[Entry | Gap]:
     names = next(_fields([header]), None) or []
     positions = {name: position for position, name in enumerate(names)}
-    messages, times = (
-        [positions[key] for key in keys if key in positions] for keys in (_MESSAGES, _TIME_COLUMNS)
-    )
+    messages, times = ([positions[key] for key in keys if key in positions] for keys in (_MESSAGES, _TIME_COLUMNS))
     labels = [(positions[key], label) for key, label in _LABEL_COLUMNS.items() if key in positions]
     for row, fields in zip(rows, _fields(rows), strict=True):
         if fields is None or len(fields) != len(names):
@@ -96,9 +96,7 @@ def _fields(rows: list[bytes]) -> Iterator[list[str] | None]:
         if b"".join(found) != text:
             yield None
             continue
-        plain = (
-            field[2:-1].replace(b'""', b'"') if field.startswith(b',"') else field[1:] for field in found
-        )
+        plain = (field[2:-1].replace(b'""', b'"') if field.startswith(b',"') else field[1:] for field in found)
         yield [field.decode(errors="replace") for field in plain]
 
 

@@ -1,7 +1,7 @@
 """Zipkin's JSON, version 2: a list of spans, a list of traces, or a list or span a line.
 
-Tags are texts, times microseconds, and an event is an annotation: its name, or its name with its attributes in JSON. Facts of the resource and
-the scope are tags.
+Tags are texts, times microseconds, and an event is an annotation: its name, or its name with its attributes in JSON.
+Facts of the resource and the scope are tags.
 """
 
 from __future__ import annotations
@@ -123,9 +123,7 @@ def _lines(spans: list[msgspec.Raw]) -> Iterator[bytes | Gap]:
 
 
 def _find(head: bytes) -> bool:
-    return bool(
-        _FIND.match(head) and all(key.search(head) for key in _ZIPKIN_KEYS) and not _OTLP.search(head)
-    )
+    return bool(_FIND.match(head) and all(key.search(head) for key in _ZIPKIN_KEYS) and not _OTLP.search(head))
 
 
 def _read(content: Iterator[Piece | Gap], most_bytes: int) -> Iterator[Piece | Gap]:

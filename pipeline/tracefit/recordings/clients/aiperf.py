@@ -1,10 +1,11 @@
 """AIPerf: `profile_export.jsonl`, a line for each request, and the summary `profile_export_aiperf.json`.
 
-Read in aiperf 0.2.0 and 0.13.0 (`aiperf/common/models/record_models.py`, `export_models.py`). genai-perf, which came before it, writes
-the same summary as `profile_export_genai_perf.json` (genai-perf 0.0.8 and 0.0.16, `genai_perf/export_data/json_exporter.py`).
-`--export-level records` writes the requests, which is the default.
+Read in aiperf 0.2.0 and 0.13.0 (`aiperf/common/models/record_models.py`, `export_models.py`). genai-perf, which came
+before it, writes the same summary as `profile_export_genai_perf.json` (genai-perf 0.0.8 and 0.0.16,
+`genai_perf/export_data/json_exporter.py`). `--export-level records` writes the requests, which is the default.
 
-0.13 ran against a stub: beside the summary of the measured phases, `phases/` has a folder with that of only one phase, for each of them, the warm-up too.
+0.13 ran against a stub: beside the summary of the measured phases, `phases/` has a folder with that of only one phase,
+for each of them, the warm-up too.
 """
 
 from __future__ import annotations
@@ -174,9 +175,7 @@ def _summary(payload: bytes, folder: str) -> Iterable[Point]:
     # Only the whole run's file has that of its warm-up within.
     phase = None if "warmup_metrics" in report else folder
     load, phase = _load_of(config, phase)
-    program = (
-        "aiperf" if "aiperf_version" in report or b"aiperf" in payload[:_MOST_SEARCHED] else "genai-perf"
-    )
+    program = "aiperf" if "aiperf_version" in report or b"aiperf" in payload[:_MOST_SEARCHED] else "genai-perf"
     point: Point = {
         "program": f"{program}, {phase}" if phase == _WARM_UP else program,
         "requests_written_by": _WRITTEN_BY[program],
@@ -264,9 +263,7 @@ _AIPERF_KEYS = [
 
 
 def _find_summary(head: bytes) -> tuple[Shape, Encoding] | None:
-    is_one = head.removeprefix(BOM).lstrip().startswith(b"{") and all(
-        key.search(head) for key in _AIPERF_KEYS
-    )
+    is_one = head.removeprefix(BOM).lstrip().startswith(b"{") and all(key.search(head) for key in _AIPERF_KEYS)
     return ("document", "json") if is_one else None
 
 

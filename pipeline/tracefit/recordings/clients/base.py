@@ -40,7 +40,10 @@ CLIENT_STEPS = declare(
     CycleSource(
         name="client",
         recorder="token times of a load generator",
-        interval="tokens of a step to those of the next, after idling from the send to the tokens, as the client received them",
+        interval=(
+            "tokens of a step to those of the next, after idling from the send to the tokens, as the client "
+            "received them"
+        ),
         error="that of the way of a token to the client",
         seen_by="client",
         from_requests=True,
@@ -68,9 +71,9 @@ CLIENT_REQUESTS: dict[str, Any] = {
     "error": pl.Boolean,
     "is_result": pl.Boolean,
 }
-"""Requests of a client: the number of their benchmark in the file, and its end on the wall clock if only that is known; when each
-was sent, on the client's clock, or `NOT_SENT_S`; the times of its tokens since then, or only of the first and the last; whether its
-latencies are results: those of a warm-up are not, but it is load."""
+"""Requests of a client: the number of their benchmark in the file, and its end on the wall clock if only that is known;
+when each was sent, on the client's clock, or `NOT_SENT_S`; the times of its tokens since then, or only of the first and
+the last; whether its latencies are results: those of a warm-up are not, but it is load."""
 
 
 class ClientRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -136,14 +139,13 @@ def number_of(value: Any) -> float:
 def _on_wall_clock(requests: pl.DataFrame) -> pl.DataFrame:
     """Return requests (`CLIENT_REQUESTS`) with their starts on the wall clock if the end of their benchmark is known.
 
-    Dates are cut to whole seconds. Benchmarks of a file whose dates allow one clock are on one clock, by the latest of them.
+    Dates are cut to whole seconds. Benchmarks of a file whose dates allow one clock are on one clock, by the latest of
+    them.
     """
     is_sent = pl.col("start_s") < NOT_SENT_S
     end = (pl.col("start_s") + pl.col("last_s").fill_null(0)).filter(is_sent).max()
     ahead = (
-        requests.group_by("benchmark", maintain_order=True)
-        .agg(ahead_s=pl.col("ended_s").first() - end)
-        .drop_nulls()
+        requests.group_by("benchmark", maintain_order=True).agg(ahead_s=pl.col("ended_s").first() - end).drop_nulls()
     )
     if not ahead.height:
         return requests
@@ -211,9 +213,7 @@ def decoder(
         spans = requests_seen(requests)
         if points is not None:
             at_path = partial(_at_path, points, block.path or block.source_file)
-            of_points = spans_of_points(
-                read_points(block, payload, at_path, f"no summary of {name}", rejects)
-            )
+            of_points = spans_of_points(read_points(block, payload, at_path, f"no summary of {name}", rejects))
             spans = pl.concat([spans, of_points], how="diagonal")
         return RecordedBlock(_steps_of_each(once), spans, keys)
 
@@ -221,10 +221,11 @@ def decoder(
 
 
 def _numbered(requests: pl.DataFrame) -> pl.DataFrame:
-    """Return requests (`CLIENT_REQUESTS`) with their `number` in the benchmark, and whether they come there for the first time.
+    """Return requests (`CLIENT_REQUESTS`) with their `number` in the benchmark, and whether they come there for the
+    first time.
 
-    A request that a file has twice has one number: it was sent at the same time, and took as long for every token. Without an id, one
-    that failed, or whose time of sending is not stated, may be like another one.
+    A request that a file has twice has one number: it was sent at the same time, and took as long for every token.
+    Without an id, one that failed, or whose time of sending is not stated, may be like another one.
     """
     told = [name for name in CLIENT_REQUESTS if name != "token_s"]
     known = requests.with_columns(
@@ -269,8 +270,8 @@ def _steps_of_each(requests: pl.DataFrame) -> pl.DataFrame:
 def requests_seen(requests: pl.DataFrame) -> pl.DataFrame:
     """Return requests of a client (`CLIENT_REQUESTS`, their `number` and the `digest` of their benchmark) as spans.
 
-    One that failed has no times, and one of a warm-up no latencies. Their ids are those of the benchmark and of the request in it,
-    wherever they are read, so that one that a file has twice counts once.
+    One that failed has no times, and one of a warm-up no latencies. Their ids are those of the benchmark and of the
+    request in it, wherever they are read, so that one that a file has twice counts once.
     """
     is_good = ~pl.col("error") & (pl.col("first_s").fill_null(0) <= pl.col("last_s"))
     counts = is_good & pl.col("is_result")
@@ -297,10 +298,11 @@ def requests_seen(requests: pl.DataFrame) -> pl.DataFrame:
 
 
 def steps_seen(requests: pl.DataFrame) -> pl.DataFrame:
-    """Return the steps that the tokens of a client's requests (`CLIENT_REQUESTS`) show, columns as `RECORDED_STEPS` but `file`.
+    """Return the steps that the tokens of a client's requests (`CLIENT_REQUESTS`) show, columns as `RECORDED_STEPS` but
+    `file`.
 
-    The result is empty if a request lacks the time of a token, or that at which it was sent. Where requests skip steps, or have two
-    tokens in one, as those of several engines do, their times stay unknown.
+    The result is empty if a request lacks the time of a token, or that at which it was sent. Where requests skip steps,
+    or have two tokens in one, as those of several engines do, their times stay unknown.
     """
     good = requests.filter(~pl.col("error")).with_row_index("request")
     names = [name for name in RECORDED_STEPS if name != "file"]
@@ -354,9 +356,7 @@ def finder(shape: Shape, *patterns: bytes) -> Callable[[bytes], tuple[Shape, Enc
     return find
 
 
-FILLS_REQUESTS = (
-    "`requests` with the client's TTFT, ITL and E2E, next to the server's if it traces the requests too"
-)
+FILLS_REQUESTS = "`requests` with the client's TTFT, ITL and E2E, next to the server's if it traces the requests too"
 COUNTED = "; without spans, also `timeline`, as from spans of stock vLLM"
 STEPPED = "; without spans, also `steps` and `timeline` with the batch of each step"
 FILLS_POINTS = "`points`: its summary"
@@ -369,7 +369,8 @@ def declare_client(
     parts: Callable[[bytes], Parts[ClientRequest]] = no_parts,
     points: Callable[[bytes, str], PointParts] | None = None,
 ) -> Recording:
-    """Register the format of a load generator's file; it is one block, because the tokens of all requests show the steps.
+    """Register the format of a load generator's file; it is one block, because the tokens of all requests show the
+    steps.
 
     Args:
         recording: The format, without its decoder.

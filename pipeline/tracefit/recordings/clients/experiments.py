@@ -1,4 +1,6 @@
-"""Experiments of inference-sim (February 2026): `requests.json`, a document, and `measured.json`, a list of latencies."""
+"""Experiments of inference-sim (February 2026): `requests.json`, a document, and `measured.json`, a list of
+latencies.
+"""
 
 from __future__ import annotations
 

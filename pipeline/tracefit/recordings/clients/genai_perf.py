@@ -1,7 +1,9 @@
-"""genai-perf's `profile_export.json`, which Triton's Performance Analyzer writes: responses with their times, and no counts of tokens.
+"""genai-perf's `profile_export.json`, which Triton's Performance Analyzer writes: responses with their times, and no
+counts of tokens.
 
-Read in genai-perf 0.0.8 and 0.0.16 (`genai_perf/profile_data_parser/llm_profile_data_parser.py`), which read the same keys; not
-written by a run, for which Performance Analyzer is needed. The program counts tokens with its tokenizer when it reads the file. Here lengths are those that the server states in `usage`, or token ids; else the parts of a stream
+Read in genai-perf 0.0.8 and 0.0.16 (`genai_perf/profile_data_parser/llm_profile_data_parser.py`), which read the same
+keys; not written by a run, for which Performance Analyzer is needed. The program counts tokens with its tokenizer when
+it reads the file. Here lengths are those that the server states in `usage`, or token ids; else the parts of a stream
 that have a text count as one token each, as vLLM and SGLang send them, and the prompt's length is unknown.
 """
 
@@ -67,9 +69,7 @@ def _profiled(record: bytes, *, benchmark: int) -> ClientRequest:
         raise msgspec.ValidationError("responses and their times differ in number")
     read = [_response(output) for output in outputs]
     usage: dict[str, Any] = next((used for used, _ in reversed(read) if used), {})
-    spoken = [
-        (time - decoded.timestamp) / 1e9 for time, (_, tokens) in zip(times, read, strict=True) if tokens
-    ]
+    spoken = [(time - decoded.timestamp) / 1e9 for time, (_, tokens) in zip(times, read, strict=True) if tokens]
     sent = decoded.request_inputs.get("input_ids")
     prompt = _count(usage.get("prompt_tokens")) or (len(sent) if isinstance(sent, list) else None)
     counted = _count(usage.get("completion_tokens")) or sum(tokens for _, tokens in read)
@@ -92,7 +92,9 @@ def _count(value: Any) -> int | None:
 
 
 def _response(output: dict[str, Any]) -> tuple[dict[str, Any], int]:
-    """Return the `usage` that a response states, and its tokens: 1 for a part with a text, the number of its ids, or 0."""
+    """Return the `usage` that a response states, and its tokens: 1 for a part with a text, the number of its ids, or
+    0.
+    """
     ids = output.get("output_ids")
     if ids is not None:
         return {}, len(ids) if isinstance(ids, list) else 1
@@ -124,9 +126,7 @@ def _events(text: str) -> Iterator[dict[str, Any]]:
 
 def _says(choice: dict[str, Any]) -> bool:
     held = [choice, *(choice[name] for name in ("delta", "message") if isinstance(choice.get(name), dict))]
-    return any(
-        each.get(name) for each in held for name in ("text", "content", "reasoning_content", "reasoning")
-    )
+    return any(each.get(name) for each in held for name in ("text", "content", "reasoning_content", "reasoning"))
 
 
 FORMAT = declare_client(

@@ -1,8 +1,9 @@
 """GuideLLM's report: one document, JSON or YAML, with several benchmarks.
 
 Read in guidellm 0.2.1 and 0.3.0 (`guidellm/benchmark/benchmark.py`: times beside lengths), 0.4.0 to 0.6.0 and 0.8.1
-(`guidellm/schemas/…/request_stats.py`: times in `info.timings`). 0.3.0, 0.5.4 and 0.8.1 ran against a stub. A report may hold a sample of
-the requests only, which are not the load: they have latencies then, without arrivals. Requests before `measure_start_time` are a warm-up.
+(`guidellm/schemas/…/request_stats.py`: times in `info.timings`). 0.3.0, 0.5.4 and 0.8.1 ran against a stub. A report
+may hold a sample of the requests only, which are not the load: they have latencies then, without arrivals. Requests
+before `measure_start_time` are a warm-up.
 """
 
 from __future__ import annotations
@@ -97,9 +98,7 @@ class _Guide(msgspec.Struct):
     benchmarks: list[msgspec.Raw]
 
 
-def _guide(
-    record: bytes, *, benchmark: int, error: bool, is_sample: bool, measured_s: float
-) -> ClientRequest:
+def _guide(record: bytes, *, benchmark: int, error: bool, is_sample: bool, measured_s: float) -> ClientRequest:
     decoded = msgspec.json.decode(record, type=_GuideRequest)
     if decoded.info is not None:
         times = decoded.info.timings
@@ -157,9 +156,7 @@ def _guide_parts(payload: bytes) -> Parts[ClientRequest]:
         measured_s = number_of(benchmark.scheduler_metrics and benchmark.scheduler_metrics.measure_start_time)
         failed = (lists.errored or []) + (lists.incomplete or [])
         for requests, is_error in ((good, False), (failed, True)):
-            read = partial(
-                _guide, benchmark=number, error=is_error, is_sample=is_sample, measured_s=measured_s
-            )
+            read = partial(_guide, benchmark=number, error=is_error, is_sample=is_sample, measured_s=measured_s)
             yield from ((0, bytes(request), read) for request in requests)
 
 

@@ -1,9 +1,9 @@
 """GuideLLM's CSV: a row for each benchmark with sums over its requests, and no request.
 
-Read in guidellm 0.2.1 and 0.3.1 (`guidellm/benchmark/output.py`: a line of names) and 0.4.0 to 0.8.1 (`guidellm/benchmark/outputs/csv.py`:
-three, of group, field and unit or statistic); 0.5.4 ran against a stub. Until 0.6 the names are those of the first benchmark: a row with
-other columns cannot be read below them. From 0.4 to 0.7 a row names only the kind of its strategy, and all those of the run are in its
-profile.
+Read in guidellm 0.2.1 and 0.3.1 (`guidellm/benchmark/output.py`: a line of names) and 0.4.0 to 0.8.1
+(`guidellm/benchmark/outputs/csv.py`: three, of group, field and unit or statistic); 0.5.4 ran against a stub. Until 0.6
+the names are those of the first benchmark: a row with other columns cannot be read below them. From 0.4 to 0.7 a row
+names only the kind of its strategy, and all those of the run are in its profile.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ if TYPE_CHECKING:
     from tracefit.inputs.rejects import Encoding
     from tracefit.recordings.point_rows import Point, PointParts
 
-_WRITTEN_BY = "guidellm with a JSON report beside the CSV (--output-path report.json, or --output kind=json), and no limit on sampled requests"
+_WRITTEN_BY = (
+    "guidellm with a JSON report beside the CSV (--output-path report.json, or --output kind=json), and "
+    "no limit on sampled requests"
+)
 _FLAT_HEADER = re.compile(rb"^(?:\xef\xbb\xbf)?Type,Run Id,Id,Name,Start Time,")
 _GROUPED = re.compile(rb"^(?:\xef\xbb\xbf)?Run(?:time)? Info,Run(?:time)? Info,")
 _NAMES_OF_GROUPED = 3
@@ -76,10 +79,7 @@ def _rows(payload: bytes, _: str) -> PointParts:
     headers = [_fields(line.payload) for line in lines[:count]]
     if len(headers) < count or len({len(header) for header in headers}) > 1:
         raise msgspec.ValidationError("the names of the columns are not whole")
-    names = [
-        _OLD_STATISTICS.sub(_spelt, " ".join(filter(None, parts)).lower())
-        for parts in zip(*headers, strict=True)
-    ]
+    names = [_OLD_STATISTICS.sub(_spelt, " ".join(filter(None, parts)).lower()) for parts in zip(*headers, strict=True)]
     above = [line.payload for line in lines[:count]]
     for line in lines[count:]:
         if line.payload not in above:  # files may stand one behind another
@@ -101,8 +101,8 @@ def _point(names: list[str], line: bytes) -> Iterable[Point]:
     shifted = [v for name, v in row.items() if name.endswith(" percentiles") and v and not v.startswith("[")]
     if len(fields) != len(names) or shifted:
         raise msgspec.ValidationError(
-            "its columns are not those of the first benchmark, whose names stand above: guidellm before 0.7 writes such rows; "
-            "give the JSON report"
+            "its columns are not those of the first benchmark, whose names stand above: guidellm before 0.7 writes "
+            "such rows; give the JSON report"
         )
     point: Point = {"program": PROGRAM, "requests_written_by": _WRITTEN_BY, "settings": {}, "unread": []}
     for latency, (spellings, factor) in _LATENCY_LABELS.items():
@@ -133,14 +133,10 @@ def _statistics(row: Mapping[str, str], spellings: tuple[str, ...]) -> dict[str,
     }
     text = next((row[f"{name} percentiles"] for name in spellings if f"{name} percentiles" in row), "")
     if text:
-        listed = msgspec.json.decode(
-            text.replace("nan", "null").replace("None", "null"), type=list[float | None]
-        )
+        listed = msgspec.json.decode(text.replace("nan", "null").replace("None", "null"), type=list[float | None])
         if len(listed) != _LIST_SIZE:
             raise msgspec.ValidationError(f"{len(listed)} percentiles in place of {_LIST_SIZE}")
-        values |= {
-            statistic: number_of(listed[position]) for statistic, position in _LISTED_PERCENTILES.items()
-        }
+        values |= {statistic: number_of(listed[position]) for statistic, position in _LISTED_PERCENTILES.items()}
     return {statistic: value for statistic, value in values.items() if value}
 
 

@@ -1,8 +1,8 @@
 """inference-perf: `per_request_lifecycle_metrics.json`, and the summaries of stages and of the run.
 
 Read in inference-perf 0.1.1 and 0.2.0 (`inference_perf/apis/base.py`: lengths and times in `info` itself), 0.5.0 (in
-`info.response_info`) and 0.7.0 (in `info.request_metrics` and `info.response_metrics`). Without streaming a request has its end only.
-`request_lifecycle.per_request: true` writes the requests.
+`info.response_info`) and 0.7.0 (in `info.request_metrics` and `info.response_metrics`). Without streaming a request has
+its end only. `request_lifecycle.per_request: true` writes the requests.
 """
 
 from __future__ import annotations
@@ -139,9 +139,7 @@ def _summary(payload: bytes) -> Iterable[Point]:
         "program": _PROGRAM,
         "requests_written_by": _WRITTEN_BY,
         "settings": {},
-        "unread": unread_of(
-            [*(report.keys() - _KNOWN), *(latencies.keys() - _SUMMED_REQUESTS.keys() - _KNOWN)]
-        ),
+        "unread": unread_of([*(report.keys() - _KNOWN), *(latencies.keys() - _SUMMED_REQUESTS.keys() - _KNOWN)]),
     }
     for name, latency in _SUMMED_REQUESTS.items():
         values = _object(latencies.get(name))
@@ -161,9 +159,7 @@ def _summary(payload: bytes) -> Iterable[Point]:
         "rate_per_s": None if slots else summed("requested_rate", "rate_per_s", load.get("requested_rate")),
         "requests": summed("successes.count", "requests", good.get("count")),
         "failed_requests": summed("failures.count", "failed_requests", failed.get("count")) or 0,
-        "duration_us": summed(
-            "benchmark_time_seconds", "duration_us", report.get("benchmark_time_seconds"), 1e6
-        ),
+        "duration_us": summed("benchmark_time_seconds", "duration_us", report.get("benchmark_time_seconds"), 1e6),
     }
     for name, column, value in (
         ("prompt_len.mean", "prompt_tokens", _object(good.get("prompt_len")).get("mean")),

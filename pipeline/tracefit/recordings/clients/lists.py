@@ -1,9 +1,10 @@
-"""Results with a list for each value of the requests, as `vllm bench serve` writes them, and SGLang's benchmark, which began as its copy.
+"""Results with a list for each value of the requests, as `vllm bench serve` writes them, and SGLang's benchmark, which
+began as its copy.
 
-A line is a benchmark: its summary and, if asked for, lists of `input_lens`, `output_lens`, `ttfts`, `itls` and `errors`. Newer versions
-of vLLM also list `start_times`. Where they are missing, a client that sent every request as soon as one of `max_concurrency` ended has
-sent each when the earliest of those before it ended; the length of the benchmark shows whether it did. Otherwise requests have
-latencies and no arrivals.
+A line is a benchmark: its summary and, if asked for, lists of `input_lens`, `output_lens`, `ttfts`, `itls` and
+`errors`. Newer versions of vLLM also list `start_times`. Where they are missing, a client that sent every request as
+soon as one of `max_concurrency` ended has sent each when the earliest of those before it ended; the length of the
+benchmark shows whether it did. Otherwise requests have latencies and no arrivals.
 """
 
 from __future__ import annotations
@@ -47,11 +48,13 @@ if TYPE_CHECKING:
 
 _LIST_KEYS = ("ttfts", "itls", "input_lens", "output_lens")
 DETAILS = frozenset((*_LIST_KEYS, "start_times", "errors", "generated_texts", "latencies", "queue_times"))
-"""Keys of the lists. A summary of vLLM has two of them: `latencies`, each the TTFT and the times between tokens together, and
-`queue_times`, for which the client itself kept a request back before it was sent: they are not the server's, and not kept."""
+"""Keys of the lists. A summary of vLLM has two of them: `latencies`, each the TTFT and the times between tokens
+together, and `queue_times`, for which the client itself kept a request back before it was sent: they are not the
+server's, and not kept."""
 
 _LASTS_ALIKE = 0.05
-"""A benchmark takes as long as its requests one after another do, within this share, if each is sent when another one ends."""
+"""A benchmark takes as long as its requests one after another do, within this share, if each is sent when another one
+ends."""
 
 
 _TOGETHER = 0.2
@@ -97,7 +100,8 @@ _MOST_CROWD = 3.0
 """Requests at a time, in ratio to the most that a client sends: a summary may count failed ones apart."""
 
 _LEAST_ODD_GAP_S, _LEAST_LIST_GAPS, _SLOW_CROWD = 3.0, 20, 64
-"""A median time between tokens that is longer than a step of any server, of so many; slower ones have fewer requests at a time."""
+"""A median time between tokens that is longer than a step of any server, of so many; slower ones have fewer requests at
+a time."""
 
 
 def requests_of_lists(payload: bytes, ended_s: Callable[[Any], float | None]) -> Parts[ClientRequest]:
@@ -128,16 +132,16 @@ def requests_of_lists(payload: bytes, ended_s: Callable[[Any], float | None]) ->
             yield offset, b"[%b]" % b",".join(map(bytes, values)), read
 
 
-def points_of_lists(
-    payload: bytes, _: str, program: str, known: frozenset[str], written_by: str
-) -> PointParts:
+def points_of_lists(payload: bytes, _: str, program: str, known: frozenset[str], written_by: str) -> PointParts:
     """Yield the summary of each benchmark."""
     for offset, record in _benchmarks(payload):
         yield offset, record, partial(_summary, program, known, written_by)
 
 
 def _benchmarks(payload: bytes) -> Iterator[tuple[int, bytes]]:
-    """Yield offset and text of each benchmark: a line, or, where a tool has laid them out, an object or the items of a list."""
+    """Yield offset and text of each benchmark: a line, or, where a tool has laid them out, an object or the items of a
+    list.
+    """
     lines = [(line.offset, line.payload) for line in records(payload, "lines")]
     whole = payload.removeprefix(BOM).strip()
     if whole.startswith(b"[") or (len(lines) > 1 and not is_json(lines[0][1])):
@@ -152,8 +156,7 @@ def _summary(program: str, known: frozenset[str], written_by: str, record: bytes
     summed = {name: msgspec.json.decode(raw) for name, raw in values.items() if name not in DETAILS}
     summed |= _e2e_of(values, summed)
     if not any(
-        name.endswith(("_ttft_ms", "_tpot_ms", "_itl_ms", "_e2el_ms", "_e2el_s", "_latency_ms"))
-        for name in summed
+        name.endswith(("_ttft_ms", "_tpot_ms", "_itl_ms", "_e2el_ms", "_e2el_s", "_latency_ms")) for name in summed
     ):
         if DETAILS.intersection(values):
             return []  # cut down to its requests
@@ -173,13 +176,13 @@ def _e2e_of(values: dict[str, msgspec.Raw], summed: dict[str, Any]) -> dict[str,
     lasted = np.array(_finite_list(values["latencies"]))
     if not len(lasted):
         return {}
-    return {"mean_e2el_s": float(lasted.mean())} | {
-        f"p{q}_e2el_s": percentile(lasted, q) for q in (50, 90, 95, 99)
-    }
+    return {"mean_e2el_s": float(lasted.mean())} | {f"p{q}_e2el_s": percentile(lasted, q) for q in (50, 90, 95, 99)}
 
 
 def _is_known(name: str, known: frozenset[str]) -> bool:
-    """Return whether a key is among some: itself, without its statistic and unit, or by its beginning, which ends in an underscore."""
+    """Return whether a key is among some: itself, without its statistic and unit, or by its beginning, which ends in an
+    underscore.
+    """
     return not known.isdisjoint((name, _OF_STATISTIC.sub("", name))) or any(
         name.startswith(key) for key in known if key.endswith("_")
     )
@@ -222,9 +225,7 @@ def _bench_of(record: bytes) -> _Bench | None:
     between = max(starts, default=0) - min(starts, default=0)
     require_unit("the range of start_times", max(between, lasts), "duration", lasts)
     for what, times in (("ttfts", first), ("itls", gaps_of)):
-        fault = _lasting_fault(
-            what, [t if isinstance(t, float) else sum(t) for t in times], bench, len(ttfts)
-        )
+        fault = _lasting_fault(what, [t if isinstance(t, float) else sum(t) for t in times], bench, len(ttfts))
         if fault:
             raise msgspec.ValidationError(fault)
     if (
@@ -238,16 +239,16 @@ def _bench_of(record: bytes) -> _Bench | None:
 
 
 def _lasting_fault(what: str, lasted_s: Sequence[float], bench: _Bench, count: int) -> str | None:
-    """Return the fault of times of requests that are longer than the benchmark, or too long for the requests at a time."""
+    """Return the fault of times of requests that are longer than the benchmark, or too long for the requests at a
+    time.
+    """
     lasts_s = _lasts_s(bench, count)
     if not (lasts_s and lasted_s):
         return None
     longer = sorted(time / lasts_s for time in lasted_s if time > _LONGER_GAPS * lasts_s)
     if len(longer) >= min(len(lasted_s), max(_LEAST_LONGER, _LONGER_SHARE * len(lasted_s))):
         question = unit_question(_least_power(longer[len(longer) // 2]), "s")
-        return (
-            f"{what} of {plural(len(longer), 'request')} add up to more than the benchmark took: {question}"
-        )
+        return f"{what} of {plural(len(longer), 'request')} add up to more than the benchmark took: {question}"
     slots = number_of(bench.max_concurrency)
     at_once = count * fmean(lasted_s) / lasts_s
     if slots and at_once > _MOST_CROWD * slots:
@@ -268,7 +269,9 @@ def _least_power(ratio: float) -> int:
 
 
 def _is_crowded(gaps_of: Sequence[Sequence[float]], bench: _Bench, count: int) -> bool:
-    """Return whether more requests decode at a time than slow steps serve; true where the length of the benchmark is not known."""
+    """Return whether more requests decode at a time than slow steps serve; true where the length of the benchmark is
+    not known.
+    """
     lasts_s = _lasts_s(bench, count)
     return not lasts_s or count * fmean(map(sum, gaps_of)) / lasts_s > _SLOW_CROWD
 
@@ -286,10 +289,12 @@ def _finite_list(values: msgspec.Raw) -> list[float]:
 def _empty_part(
     itls: Sequence[msgspec.Raw], outputs: Sequence[msgspec.Raw], errors: Sequence[msgspec.Raw]
 ) -> int | None:
-    """Return the index of the one part of every answer that has no token, 0 or -1; null if parts are tokens, or if it is not known.
+    """Return the index of the one part of every answer that has no token, 0 or -1; null if parts are tokens, or if it
+    is not known.
 
-    A chat's stream begins with a part that has only the role, and of some servers it ends with one that has only the reason. vLLM's
-    program counts their times among those of the tokens. Such a part comes together with the token beside it.
+    A chat's stream begins with a part that has only the role, and of some servers it ends with one that has only the
+    reason. vLLM's program counts their times among those of the tokens. Such a part comes together with the token
+    beside it.
     """
     answers: list[list[float]] = []
     for gaps, output, error in zip(itls, outputs, errors, strict=True):
@@ -315,9 +320,7 @@ def _numbers(values: msgspec.Raw) -> list[float] | None:
     return decoded if is_numbers else None
 
 
-def _bench_request(
-    record: bytes, *, benchmark: int, ended_s: float | None, empty: int | None
-) -> ClientRequest:
+def _bench_request(record: bytes, *, benchmark: int, ended_s: float | None, empty: int | None) -> ClientRequest:
     request = msgspec.json.decode(record, type=_BenchRequest)
     times = tokens_since(request.ttft, request.itl)
     tokens = [time for n, time in enumerate(times) if empty is None or n != empty % len(times)]
@@ -338,7 +341,9 @@ def _bench_request(
 
 
 def _starts(bench: _Bench) -> list[msgspec.Raw]:
-    """Return when each request was sent: as soon as another one ended if the benchmark took as long as that takes, or `NOT_SENT_S`."""
+    """Return when each request was sent: as soon as another one ended if the benchmark took as long as that takes, or
+    `NOT_SENT_S`.
+    """
     lasted = [*_lasted(bench)]
     sent = _sent_in_turn(lasted, int(number_of(bench.max_concurrency)) or len(lasted))
     is_endless = not number_of(bench.request_rate)

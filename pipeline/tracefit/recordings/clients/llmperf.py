@@ -1,8 +1,9 @@
-"""LLMPerf: `…_individual_responses.json`, a list of requests without the times at which they were sent, and `…_summary.json`.
+"""LLMPerf: `…_individual_responses.json`, a list of requests without the times at which they were sent, and
+`…_summary.json`.
 
-Read at ray-project/llmperf, version "2023-08-31" of its results (`token_benchmark_ray.py`, `src/llmperf/common_metrics.py`). Its
-`inter_token_latency_s` is the whole time of a request over its output tokens, the prompt included: it is not read, and the time between
-tokens follows from the others.
+Read at ray-project/llmperf, version "2023-08-31" of its results (`token_benchmark_ray.py`,
+`src/llmperf/common_metrics.py`). Its `inter_token_latency_s` is the whole time of a request over its output tokens, the
+prompt included: it is not read, and the time between tokens follows from the others.
 """
 
 from __future__ import annotations
@@ -64,7 +65,8 @@ def _responses(payload: bytes) -> list[msgspec.Raw]:
     """Return the responses of a file.
 
     Raises:
-        msgspec.DecodeError: It cannot be read, or its times are longer than those of any server: nothing else in it shows their unit.
+        msgspec.DecodeError: It cannot be read, or its times are longer than those of any server: nothing else in it
+            shows their unit.
     """
     items = raw_items(payload)
     gaps = [gap for item in items if (gap := _gap_s(item))]
@@ -113,9 +115,7 @@ def _summary(payload: bytes) -> Iterable[Point]:
         "program": "llmperf",
         "requests_written_by": "llmperf, as …_individual_responses.json",
         "settings": {},
-        "unread": unread_of(
-            name for name in report if name not in _KNOWN and not name.startswith("results_")
-        ),
+        "unread": unread_of(name for name in report if name not in _KNOWN and not name.startswith("results_")),
     }
     for name, latency in (("ttft_s", "ttft"), ("end_to_end_latency_s", "e2e")):
         for statistic in ("mean", "p50", "p90", "p95", "p99"):

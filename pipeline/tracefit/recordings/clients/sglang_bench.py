@@ -1,7 +1,7 @@
 """SGLang's `bench_serving`: it appends a line for each benchmark.
 
-Read in sglang 0.4.0 to 0.5.23 (`sglang/bench_serving.py`, since 0.5.20 or so `sglang/benchmark/serving.py`). A line is a summary; with
-`--output-details` it has the requests too, without the times at which they were sent.
+Read in sglang 0.4.0 to 0.5.23 (`sglang/bench_serving.py`, since 0.5.20 or so `sglang/benchmark/serving.py`). A line is
+a summary; with `--output-details` it has the requests too, without the times at which they were sent.
 """
 
 from __future__ import annotations
@@ -51,7 +51,9 @@ FORMAT = declare_client(
             rb'"(?:sharegpt_output_len|accept_length|total_output_tokens_retokenized|random_range_ratio)"\s*:',
             rb'"(?:mean|median)_ttft_ms"\s*:|"ttfts"\s*:',
         ),
-        fills=f"{FILLS_POINTS}; with `--output-details`, {FILLS_REQUESTS}{STEPPED}, if each is sent when another one ends",
+        fills=(
+            f"{FILLS_POINTS}; with `--output-details`, {FILLS_REQUESTS}{STEPPED}, if each is sent when another one ends"
+        ),
         units="s",
         clock="none; the beginning of the benchmark where each request is sent when another one ends",
         versions="sglang 0.4.0 to 0.5.23",

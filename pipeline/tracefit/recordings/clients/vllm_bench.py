@@ -76,8 +76,8 @@ FORMAT = declare_client(
         fills=f"{FILLS_POINTS}; with `--save-detailed`, {FILLS_REQUESTS}{STEPPED}",
         units="s",
         clock=(
-            f"{BOOT}; the date at the end of the benchmark, local time in seconds, gives the wall clock; without `start_times`, none, or the "
-            "beginning of the benchmark where each request is sent when another one ends"
+            f"{BOOT}; the date at the end of the benchmark, local time in seconds, gives the wall clock; without "
+            "`start_times`, none, or the beginning of the benchmark where each request is sent when another one ends"
         ),
         versions="vLLM 0.32, 0.33, and older ones without `start_times`",
     ),

@@ -49,8 +49,9 @@ def breakdown_figure(deployment_id: str, breakdown: Breakdown | None) -> Figure 
         kind="step-breakdown",
         title="What a step costs",
         look="Look for the part that grows towards the long steps: that is what to change to make them shorter.",
-        note="*Every step* is what even the smallest step costs: launches, and reading the weights unless they are a part of "
-        "their own. Parts joined by *or* go together in the training rows: which of them costs the time is not known.",
+        note="*Every step* is what even the smallest step costs: launches, and reading the weights unless they are a "
+        "part of their own. Parts joined by *or* go together in the training rows: which of them costs the time "
+        "is not known.",
     )
 
 
@@ -67,8 +68,8 @@ def first_token_figure(deployment_id: str, breakdown: Breakdown | None) -> Figur
         name=anchor(f"{deployment_id}-first-token"),
         kind="first-token",
         title="Where TTFT goes",
-        look="Look for what the slow requests have that the fast ones do not: a queue asks for more servers, a prefill for "
-        "shorter prompts or larger steps.",
+        look="Look for what the slow requests have that the fast ones do not: a queue asks for more servers, a "
+        "prefill for shorter prompts or larger steps.",
         note=f"The parts: {', '.join([*meanings, '*prefill* (first SCHEDULED to FIRST_TOKEN)'])}.",
     )
 
@@ -83,9 +84,7 @@ def _stacked(
     at = [width * (k + 0.5) for k in range(len(breakdown.rows))]
     groups = [f"{width * k:.0f} to {width * (k + 1):.0f} %" for k in range(len(breakdown.rows))]
     facts = [
-        "<br>".join(
-            f"{n}: {number(v)}" for n, values in breakdown.facts.items() if (v := values[k]) is not None
-        )
+        "<br>".join(f"{n}: {number(v)}" for n, values in breakdown.facts.items() if (v := values[k]) is not None)
         for k in range(len(groups))
     ]
     wholes = [sum(values) for values in zip(*breakdown.parts.values(), strict=True)]
@@ -98,16 +97,18 @@ def _stacked(
             "width": 0.84 * width,
             "marker": {"color": colours.get(part.split(OR)[0], AMBER)},
             "customdata": [
-                f"{percent(100 * v / whole) if whole else '-'} % of {number(whole)} ms<br>mean of {plural(n, noun)}, {group}<br>{fact}"
-                for v, whole, n, group, fact in zip(
-                    values, wholes, breakdown.rows, groups, facts, strict=True
+                (
+                    f"{percent(100 * v / whole) if whole else '-'} % of {number(whole)} ms<br>mean of "
+                    f"{plural(n, noun)}, {group}<br>{fact}"
                 )
+                for v, whole, n, group, fact in zip(values, wholes, breakdown.rows, groups, facts, strict=True)
             ],
             "hovertemplate": "%{fullData.name}: %{y:.3~f} ms<br>%{customdata}<extra></extra>",
         }
         for part, values in breakdown.parts.items()
     ]
-    # Parts of a step are predicted, so that the measurement beside them shows what they miss; those of TTFT are measured.
+    # Parts of a step are predicted, so that the measurement beside them shows what they miss; those of TTFT are
+    # measured.
     if noun == "step":
         outline = {"color": "#1b1f24", "width": 1.5}
         diamond = {"symbol": "diamond", "size": 8, "color": "#fff", "line": outline}

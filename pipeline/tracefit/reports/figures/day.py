@@ -49,7 +49,10 @@ def day_figure(plan: ServerPlan) -> Figure | None:
         name=anchor(f"{plan.folder}-{plan.deployment_id}-day"),
         kind="day",
         title=f"{plural(day.servers, 'server')} of `{plan.deployment_id}` carry all of {day.file}",
-        look="Look for windows in which the scaler has fewer servers than the window needs: there the load grows faster than servers start.",
+        look=(
+            "Look for windows in which the scaler has fewer servers than the window needs: there the load grows "
+            "faster than servers start."
+        ),
         note=f"Windows of {number(day.window_s)} s. The window that needs the most servers begins at {binding.begins}.",
         summary=Table(
             ("from", "requests/s", "output tokens", "servers", "scaler, mean", "scaler, most"),

@@ -78,9 +78,7 @@ def figures_of_evaluation(deployment: DeploymentEvaluation, slo_ms: Mapping[str,
     return DeploymentFigures(top, _drawn(later.values()), latencies, failed=tuple(attempts.failed))
 
 
-def _top(
-    attempts: Attempts, deployment: DeploymentEvaluation, slo_ms: Mapping[str, float]
-) -> tuple[Figure, ...]:
+def _top(attempts: Attempts, deployment: DeploymentEvaluation, slo_ms: Mapping[str, float]) -> tuple[Figure, ...]:
     served = attempts.make("the work of the server", lambda: served_figure(deployment), None)
     rates = attempts.make("latency over the rate", lambda: rates_figure(deployment, slo_ms), None)
     return _drawn((served, rates))

@@ -1,7 +1,7 @@
 """Parts of the figures of the report; only units and the limits of an axis are computed here.
 
-Traces and layouts are dictionaries in the terms of plotly: whoever writes Markdown or JSON needs no plotly, and `page` makes the
-figures of the library of them. Colours of the page come from a template, one for light and one for dark.
+Traces and layouts are dictionaries in the terms of plotly: whoever writes Markdown or JSON needs no plotly, and `page`
+makes the figures of the library of them. Colours of the page come from a template, one for light and one for dark.
 """
 
 from __future__ import annotations
@@ -145,9 +145,7 @@ def shaded(intervals: Iterable[MarkedInterval]) -> list[Trace]:
     ]
 
 
-def mark(
-    name: str, axis: str, value: float, *, colour: str = "#d63939", on: str = "paper", **more: object
-) -> Trace:
+def mark(name: str, axis: str, value: float, *, colour: str = "#d63939", on: str = "paper", **more: object) -> Trace:
     """Draw a line across the figure at a value of one axis; `more` is in plotly's terms."""
     other = "y" if axis == "x" else "x"
     # A time is one time in all panels of a figure; a value belongs to the axis of one panel (`on`).

@@ -62,10 +62,9 @@ def engine_figure(engine: EngineRun) -> Figure:
         height=90 + 105 * len(drawn),
         kind="timeline",
         title=f"The engine of {engine.run_id}, {engine.server}{fate}",
-        look="Look for a hold-out unlike what comes before it: then its errors say little about the rest. A queue that grows "
-        "through the whole run means that the server was offered more than it can do.",
-        note="Means of the traced steps over equal intervals of time; of step times the median."
-        + _fuller(engine),
+        look="Look for a hold-out unlike what comes before it: then its errors say little about the rest. A queue "
+        "that grows through the whole run means that the server was offered more than it can do.",
+        note="Means of the traced steps over equal intervals of time; of step times the median." + _fuller(engine),
         summary=_engine_table(engine),
         traces=tuple(traces),
         layout={
@@ -89,8 +88,7 @@ def _fuller(engine: EngineRun) -> str:
     if None in running or trained < _FULLER * held_out:
         return ""
     before, inside = (
-        number(r) if not any(waiting) else f"{number(r)} and {number(w)}"
-        for r, w in zip(running, waiting, strict=True)
+        number(r) if not any(waiting) else f"{number(r)} and {number(w)}" for r, w in zip(running, waiting, strict=True)
     )
     load = "requests run and wait" if any(waiting) else "requests run"
     return f" Training saw the fuller part of the run: on average {before} {load} before the hold-out, {inside} in it."

@@ -62,8 +62,8 @@ def error_by_load_figure(deployment: DeploymentEvaluation) -> Figure | None:
         name=anchor(f"{deployment.deployment_id}-error-by-load"),
         kind="error-by-load",
         title=f"Errors of {step_times(entry)} by load",
-        look="Look for errors that grow, or a bias that leaves zero, outside the shaded training range: there the model "
-        "extrapolates.",
+        look="Look for errors that grow, or a bias that leaves zero, outside the shaded training range: there the "
+        "model extrapolates.",
         note=f"Held-out {rows} in groups of equal size.",
         summary=Table(
             (_LOADS[over_load.load], rows, "median error %", "P90 error %", "bias %", "training range"),
@@ -96,7 +96,9 @@ _BETWEEN_PANELS = 0.12
 
 
 def served_figure(deployment: DeploymentEvaluation) -> Figure | None:
-    """Draw what the server did in the whole run, and in its held-out part beside a replay; of several runs the least exact one."""
+    """Draw what the server did in the whole run, and in its held-out part beside a replay; of several runs the least
+    exact one.
+    """
     run = least_exact_replay(deployment)
     served = next((g for g in deployment.served if run is None or g.name == run.run_id), None)
     none = (None,) * len(_PERCENTS)
@@ -105,9 +107,7 @@ def served_figure(deployment: DeploymentEvaluation) -> Figure | None:
         rows["the whole run"] = {name: getattr(served, name).percentiles_ms for name in LATENCY_TITLES}
     for way in ("measured", "replayed") if run else ():
         rows[f"held-out part, {way}"] = {
-            name: tuple(getattr(q, way) / US_PER_MS for q in run.of(name)) or none
-            for name in LATENCY_TITLES
-            if run
+            name: tuple(getattr(q, way) / US_PER_MS for q in run.of(name)) or none for name in LATENCY_TITLES if run
         }
     known = [name for name in LATENCY_TITLES if any(values[name] != none for values in rows.values())]
     if not known:
@@ -128,12 +128,8 @@ def served_figure(deployment: DeploymentEvaluation) -> Figure | None:
         axis, left = axis_number(panel), panel * (width + _BETWEEN_PANELS)
         domain = [round(left, 3), round(left + width, 3)]
         axes[f"xaxis{axis}"] = axis_of("", type="category", anchor=f"y{axis}", domain=domain)
-        axes[f"yaxis{axis}"] = axis_of(
-            f"{LATENCY_TITLES[latency]}, ms", rangemode="tozero", anchor=f"x{axis}"
-        )
-        for (way, values), (colour, symbol, dash) in zip(
-            rows.items(), styles[0 if served else 1 :], strict=False
-        ):
+        axes[f"yaxis{axis}"] = axis_of(f"{LATENCY_TITLES[latency]}, ms", rangemode="tozero", anchor=f"x{axis}")
+        for (way, values), (colour, symbol, dash) in zip(rows.items(), styles[0 if served else 1 :], strict=False):
             texts = errors[latency] if way.endswith("replayed") else []
             trace = line(
                 way,
@@ -185,7 +181,9 @@ def served_figure(deployment: DeploymentEvaluation) -> Figure | None:
 
 
 def rates_figure(deployment: DeploymentEvaluation, slo_ms: Mapping[str, float]) -> Figure | None:
-    """Draw what one server would do over the rate, dotted beyond the training; on a page a rate and an objective can be moved."""
+    """Draw what one server would do over the rate, dotted beyond the training; on a page a rate and an objective can be
+    moved.
+    """
     if len(deployment.rates) < 2:
         return None
     recorded = {f"recorded: {g.name}": g.requests_per_s for g in deployment.served if g.requests_per_s}
@@ -197,8 +195,8 @@ def rates_figure(deployment: DeploymentEvaluation, slo_ms: Mapping[str, float]) 
         kind="rates",
         title="Latency against rate, for one server",
         look=_CLIMBS,
-        note="Replays of requests like those traced, up to the rate that the server can serve. Thin lines are the rates of the recorded "
-        "runs. `tracefit plan` has more: several servers, other lengths, settings, costs.",
+        note="Replays of requests like those traced, up to the rate that the server can serve. Thin lines are the "
+        "rates of the recorded runs. `tracefit plan` has more: several servers, other lengths, settings, costs.",
     )
 
 
@@ -216,12 +214,15 @@ def plan_figure(plan: ServerPlan) -> Figure | None:
         kind="plan",
         title=f"Latency against rate, for {counted} of `{plan.deployment_id}`",
         look=_CLIMBS,
-        note=f"Replays of {plan.load.source if plan.load else 'requests'}, up to the rate that {counted} can serve. Thin lines are the "
-        "planned rate and the knee.",
+        note=f"Replays of {plan.load.source if plan.load else 'requests'}, up to the rate that {counted} can serve. "
+        "Thin lines are the planned rate and the knee.",
     )
 
 
-_CLIMBS = "Look for the rate from which a line climbs: there a server is full. Dotted lines rest on steps unlike those of the training."
+_CLIMBS = (
+    "Look for the rate from which a line climbs: there a server is full. Dotted lines rest on steps unlike "
+    "those of the training."
+)
 
 
 def _over_rates(
@@ -304,7 +305,9 @@ _MARKED_RUNS = 6
 
 
 def _inside_and_outside(values: Sequence[float], outside: Sequence[bool]) -> dict[str, list[float | None]]:
-    """Return a line in two styles: solid between rates inside the training, dotted from and to those outside; gaps elsewhere."""
+    """Return a line in two styles: solid between rates inside the training, dotted from and to those outside; gaps
+    elsewhere.
+    """
     styles: dict[str, list[float | None]] = {"solid": [None] * len(values), "dot": [None] * len(values)}
     for k in range(len(values) - 1):
         style = styles["dot" if outside[k] or outside[k + 1] else "solid"]
@@ -368,8 +371,8 @@ def distribution_figures(
             curves = {way: tuple(q / US_PER_MS for q in us) for way, us in ways.items() if us}
             percents, title = quantiles.percents, f"{label}, predicted and measured"
             look = (
-                "Look for where a predicted curve leaves the measured one: given the measured batches, step times are wrong "
-                "there; on arrival, what comes after it changes the batch."
+                "Look for where a predicted curve leaves the measured one: given the measured batches, step times "
+                "are wrong there; on arrival, what comes after it changes the batch."
             )
             note = f"Share of {count(quantiles.requests)} held-out requests with at most this {label}."
         elif at_ms := measured_ms.get(key):

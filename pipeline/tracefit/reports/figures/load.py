@@ -49,10 +49,9 @@ def latency_load_figure(
     for panel, (key, runs) in enumerate(bins.items()):
         axis, label = axis_number(panel), LATENCY_TITLES[key]
         for (run, groups), of_run in zip(runs.items(), COLOURS, strict=False):
-            # Of several runs only the slow tenth, which objectives are about: two lines each would be too many to distinguish.
-            shown = (
-                [("P90", "p90", of_run)] if several else [("median", "median", BLUE), ("P90", "p90", PINK)]
-            )
+            # Of several runs only the slow tenth, which objectives are about: two lines each would be too many to
+            # distinguish.
+            shown = [("P90", "p90", of_run)] if several else [("median", "median", BLUE), ("P90", "p90", PINK)]
             traces += [
                 line(
                     run if several else words,
@@ -64,7 +63,9 @@ def latency_load_figure(
                     legendgroup=run if several else words,
                     showlegend=panel == 0,
                     customdata=[f"{ends_of(b)} in flight, {plural(b.rows, 'request')}" for b in groups],
-                    hovertemplate=f"{label} {words} %{{y:,.4~r}} ms<br>%{{customdata}}<extra>%{{fullData.name}}</extra>",
+                    hovertemplate=(
+                        f"{label} {words} %{{y:,.4~r}} ms<br>%{{customdata}}<extra>%{{fullData.name}}</extra>"
+                    ),
                 )
                 for words, field, colour in shown
             ]
@@ -77,9 +78,7 @@ def latency_load_figure(
                 shapes.append(mark(f"{label}: {words}", "y", slo, on=f"y{axis}"))
         axes.append(log_axis(f"{label}, ms", [v for b in every for v in (b.median, b.p90)]))
     apart = " Runs whose lines lie apart at one load differ in their servers or in their requests."
-    objectives = (
-        f" Objectives (SLO): {'; '.join(within)}; `tracefit report {flag_of(LimitsOption)}` sets others."
-    )
+    objectives = f" Objectives (SLO): {'; '.join(within)}; `tracefit report {flag_of(LimitsOption)}` sets others."
     return Figure(
         name=anchor(f"{deployment_id}-latency-load"),
         height=130 + 130 * len(bins),
@@ -109,9 +108,7 @@ def _left_out(more_runs: int) -> str:
     return f" {plural(more_runs, 'more run')} not drawn." if more_runs else ""
 
 
-def runs_figure(
-    deployment_id: str, step_times: Mapping[str, Sequence[Bin]], more_runs: int = 0
-) -> Figure | None:
+def runs_figure(deployment_id: str, step_times: Mapping[str, Sequence[Bin]], more_runs: int = 0) -> Figure | None:
     """Overlay the step times of several runs over the requests in the batch; null for a single run."""
     if len(step_times) < 2:
         return None

@@ -1,7 +1,7 @@
 """Figures of models on their rows: predicted against measured, residuals, step times over time.
 
-A figure shows some rows, taken evenly in time, and sums up all of them in groups of equal size, so that a page stays small.
-Durations are drawn in ms, times in seconds into the run.
+A figure shows some rows, taken evenly in time, and sums up all of them in groups of equal size, so that a page stays
+small. Durations are drawn in ms, times in seconds into the run.
 """
 
 from __future__ import annotations
@@ -107,7 +107,9 @@ def _sample(parts: Sequence[tuple[str, pl.DataFrame]], x: str, y: str, points: i
 
 
 def model_figures(model: Model, rows: pl.DataFrame, *, points: int) -> tuple[Figure, ...]:
-    """Draw the rows of one model for an expert: predictions, and residuals over time and over its strongest features."""
+    """Draw the rows of one model for an expert: predictions, and residuals over time and over its strongest
+    features.
+    """
     name = anchor(f"{model.deployment_id}-{model.name}")
     held = rows.filter(split="holdout")
     servers = rows.select(SERVER).n_unique()
@@ -134,8 +136,8 @@ def model_figures(model: Model, rows: pl.DataFrame, *, points: int) -> tuple[Fig
             name=f"{name}-over-{anchor(feature)}",
             kind=f"{model.name}-residuals-{feature}",
             title=f"{model.name}: residuals against {feature}",
-            look=f"Look for a bend in the medians: then the effect of {feature} is not linear, and predictions at its ends are "
-            "biased.",
+            look=f"Look for a bend in the medians: then the effect of {feature} is not linear, and predictions at its "
+            "ends are biased.",
             note="Held-out rows.",
         )
         for feature in strongest_features(model, held)
@@ -149,7 +151,9 @@ _FAR_OUT = 4
 
 
 def _predicted_figure(model: Model, held: pl.DataFrame, points: int) -> Figure:
-    """Draw predicted against measured durations of held-out rows; of a model with regimes one kind of points per regime."""
+    """Draw predicted against measured durations of held-out rows; of a model with regimes one kind of points per
+    regime.
+    """
     most, middle = held.select(pl.col("measured_ms").max(), middle=pl.col("measured_ms").median()).row(0)
     is_wide = isinstance(model, RegimesModel) or (most or 0.0) > _FAR_OUT * max(middle or 0.0, 1e-9)
     parts = [("held-out rows", held)]
@@ -157,7 +161,9 @@ def _predicted_figure(model: Model, held: pl.DataFrame, points: int) -> Figure:
     if isinstance(model, RegimesModel):
         first, *_, rest = names = [r.name for r in model.regimes]
         parts = [(name, held.filter(regime=name)) for name in names]
-        look = f"Look for points of *{first}* among those of *{rest}*: there the condition between the regimes is wrong."
+        look = (
+            f"Look for points of *{first}* among those of *{rest}*: there the condition between the regimes is wrong."
+        )
     if is_wide:
         positive = (pl.col("measured_ms") > 0) & (pl.col("predicted_ms") > 0)
         parts = [(name, part.filter(positive)) for name, part in parts]
@@ -207,7 +213,9 @@ def _residuals(
 
 
 def step_times_figure(deployment_id: str, kept: pl.DataFrame, *, points: int, of_means: bool) -> Figure:
-    """Draw measured and predicted step times over time, runs one after the other; a point shows what its step, or the steps it is the mean of, computed."""
+    """Draw measured and predicted step times over time, runs one after the other; a point shows what its step, or the
+    steps it is the mean of, computed.
+    """
     rows_are = "means of several steps" if of_means else "single steps"
     runs, rows, means = steps_over_time(kept)
     # A row of nulls before every run but the first: there the lines break.
@@ -218,9 +226,7 @@ def step_times_figure(deployment_id: str, kept: pl.DataFrame, *, points: int, of
     several, unit = runs.height > 1, time_unit(kept)
     at: Trace = {"xref": "x", "y": 1, "yref": "paper", "xanchor": "left", "showarrow": False}
     named = runs.select(
-        pl.when(pl.col("run_id").is_duplicated())
-        .then(pl.col("run_id") + ", " + pl.col("server"))
-        .otherwise("run_id"),
+        pl.when(pl.col("run_id").is_duplicated()).then(pl.col("run_id") + ", " + pl.col("server")).otherwise("run_id"),
         "begins",
     )
     hover = "%{y:.3~f} ms<extra>%{fullData.name}</extra>"
@@ -244,8 +250,7 @@ def step_times_figure(deployment_id: str, kept: pl.DataFrame, *, points: int, of
             "yaxis": axis_of("step time, ms", **limits),
             "shapes": shaded(covered("hold-out", rows.filter(split="holdout"), ["begins"])),
             "annotations": [
-                {"text": name_text(run), "x": begins, **at}
-                for run, begins in (named.iter_rows() if several else ())
+                {"text": name_text(run), "x": begins, **at} for run, begins in (named.iter_rows() if several else ())
             ],
         },
         wide=True,

@@ -46,9 +46,7 @@ def draw(evaluation: Path, models: Path, tables: Path, figure: str, deployment: 
 
 def _deployment_of(evaluation: Evaluation, deployment: str | None) -> DeploymentEvaluation:
     every = evaluation.deployments
-    fitting = [
-        s for s in every if deployment is None or deployment in s.deployment_id or deployment in s.runs
-    ]
+    fitting = [s for s in every if deployment is None or deployment in s.deployment_id or deployment in s.runs]
     if len(fitting) == 1:
         return fitting[0]
     names = ", ".join(s.deployment_id for s in every)
