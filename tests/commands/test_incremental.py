@@ -133,7 +133,7 @@ def test_copied_tables_are_compared_once_and_noted(fleet, tmp_path, lines):
     ingest([fleet], tmp_path / "copied")
     place = TableStore(tmp_path / "copied")
     run = place.manifest().runs["a"]
-    assert run.stamp == place.place.stamp(f"{t}/run_id=a/{p.name}" for t, p in run.tables.items())[0]
+    assert run.stamp == place.storage.stamp(f"{t}/run_id=a/{p.name}" for t, p in run.tables.items())[0]
     assert run.stamp != TableStore(tmp_path / "tables").manifest().runs["a"].stamp
 
 
