@@ -2,11 +2,12 @@
 
     SERVER_PYTHON=ENVIRONMENT/bin/python PYTHONPATH=tests python -m benchmarks.tracing_cost [--rounds 12]
 
-A quarter of an hour on a machine where nothing else runs (`make bench-tracing`). Four servers of a small model with random weights are
-started: without traces; with a span a request, as `--otlp-traces-endpoint` gives it; with the iteration log besides; and with the plugin,
-which records every step and every event of a request. Clients keep 1, 8 or 32 requests in flight at one of them at a time, in turns of some
-seconds; the receivers run on the same machine. Prints tokens per second, the time that is added to that without traces (median and quartiles
-over the rounds), and the same per step and per request.
+A quarter of an hour on a machine where nothing else runs (`make bench-tracing`). Four servers of a small model with
+random weights are started: without traces; with a span a request, as `--otlp-traces-endpoint` gives it; with the
+iteration log besides; and with the plugin, which records every step and every event of a request. Clients keep 1, 8 or
+32 requests in flight at one of them at a time, in turns of some seconds; the receivers run on the same machine. Prints
+tokens per second, the time that is added to that without traces (median and quartiles over the rounds), and the same
+per step and per request.
 """
 
 from __future__ import annotations
@@ -89,14 +90,15 @@ class Traced:
 
 
 def measured(rounds: int, folder: Path) -> dict[tuple[str, int], list[float]]:
-    """Return tokens per second of each way at each load, a value per round; all servers run, and one at a time has requests."""
+    """Return tokens per second of each way at each load, a value per round; all servers run, and one at a time has
+    requests."""
     draw = random.Random(1)
     found: defaultdict[tuple[str, int], list[float]] = defaultdict(list)
     plugin = plugin_in(folder / "plugin")
     traced: dict[str, Traced] = {}
     try:
         for way in WAYS:
-            traced[way] = Traced(way, folder / way.replace(" ", "-"), plugin)
+            traced[way] = Traced(way, folder / f"way-{WAYS.index(way)}", plugin)
         for number in range(-1, rounds):
             for load in LOADS:
                 asked = [([draw.randrange(3, 500) for _ in range(PROMPT)], OUTPUT) for _ in range(BLOCK[load])]

@@ -338,7 +338,7 @@ def test_the_report_of_a_fitted_run_has_predictions_beside_its_points(new_traces
     compared = tracefit.compare(tmp_path / "out", points(*rows)).points
     (tpot,) = (each for each in compared[0].latencies if each.name == "tpot_mean")
     assert f"| TPOT | 10 / {tpot.predicted_us / 1e3:.3g} |" in text
-    assert "point 2 is not compared: it has 8 GPUs of tensor parallelism, the deployment 1." in text
+    assert "Point 2 is not compared: it has 8 GPUs of tensor parallelism, the deployment 1." in text
     before = (tmp_path / "out/report.md").read_bytes()
     tracefit.report(tmp_path / "out")
     assert (tmp_path / "out/report.md").read_bytes() == before
