@@ -438,12 +438,12 @@ def _fleet(
 ) -> tuple[Fleet, _Requests, tuple[str, ...]]:
     """Return servers with their requests, and notes on both."""
     traced, timeline = _traced(store, deployment)
-    settings, notes = _settings(deployment, traced, timeline, changes)
-    if requests.accept is not None:
-        settings = replace(settings, tokens_per_step=requests.accept)
-        notes = tuple(note for note in notes if "a step gives each request" not in note)
+    measured = measured_acceptance(traced, timeline)
+    recorded = 1.0 if measured is None else measured.mean
+    tokens_per_step = recorded if requests.accept is None else requests.accept
+    settings, notes = _settings(deployment, timeline, tokens_per_step, changes)
     found, more = _requests(deployment, traced, requests, settings, changes)
-    found = replace(found, drafts=_drafts(settings, requests, measured_acceptance(traced, timeline)))
+    found = replace(found, drafts=_drafts(settings, requests, measured))
     # Other settings or lengths are another server or another load than the one that carried it.
     own = ("file", "prompt", "output", "accept")
     is_recorded = not changes and not any(getattr(requests, name) is not None for name in own)
@@ -711,12 +711,12 @@ def _changes(deployment: DeploymentModels, settings: Mapping[str, object]) -> di
 
 
 def _settings(
-    deployment: DeploymentModels, traced: pl.DataFrame, timeline: pl.LazyFrame, changes: Mapping[str, object]
+    deployment: DeploymentModels, timeline: pl.LazyFrame, tokens_per_step: float, changes: Mapping[str, object]
 ) -> tuple[EngineSettings, tuple[str, ...]]:
     """Return the scheduler's settings with the changes, and notes on them."""
     limits = ("max_num_seqs", "max_num_batched_tokens")
     stated = {name: float(str(changes[name])) for name in limits if name in changes}
-    now, notes = engine_settings(deployment, timeline, traced, stated)
+    now, notes = engine_settings(deployment, timeline, tokens_per_step, stated)
     size = int(str(changes.get("block_size", now.block_size)))
     total = now.num_blocks
     if total is not None and size != now.block_size:

@@ -47,7 +47,6 @@ _MOST_VALUE = 1e9
 """Largest rate or length that is one."""
 _MOST_REQUESTS = 10_000_000
 """Requests of rates per hour, over the whole file: a fifth of a gigabyte."""
-_NS_OF_S = 1e9
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +228,7 @@ def _seconds(column: pl.Series, *, is_hours: bool) -> pl.Series:
     """
     if column.dtype == pl.Datetime:
         return column.dt.epoch("us") / 1e6
-    unit = _HOUR_S if is_hours else 1.0 / (_NS_OF_S if _plain(column.name).endswith("_ns") else 1.0)
+    unit = _HOUR_S if is_hours else 1.0 / (1e9 if _plain(column.name).endswith("_ns") else 1.0)
     plain = _numbers(column) * unit
     if column.dtype != pl.String or plain.null_count() == 0:
         return plain

@@ -58,7 +58,6 @@ def measured_acceptance(requests: pl.DataFrame, timeline: pl.LazyFrame) -> Accep
             return _if_several(Acceptance(_sum(requests["output_tokens"] - 1) / counted))
     each = (per_request["tokens"] / per_request["steps"]).to_numpy()
     mean = _sum(per_request["tokens"]) / _sum(per_request["steps"])
-    # Of requests with very few steps the ratio is a whole number.
     return _if_several(Acceptance(mean, *(percentile(each, q) for q in (10, 90))))
 
 

@@ -247,7 +247,10 @@ def _prepared(traces: RunTraces, deployment: DeploymentModels, cuts: Mapping[str
     )
     requests = requests.filter(~_gave_up())
     before = requests.filter(pl.col("is_complete") & (pl.col("left") < pl.col("cut")))
-    settings, notes = engine_settings(deployment, traces.timeline, before)
+    accepted = measured_acceptance(before, traces.timeline)
+    settings, notes = engine_settings(deployment, traces.timeline, 1.0 if accepted is None else accepted.mean)
+    if accepted is not None:
+        notes = (f"a step gives each request {accepted.mean:.2f} tokens, as in the training part", *notes)
     requests = _counting(_with_outputs(_with_hits(requests, traces.timeline), before))
     engines = requests.drop_nulls("cut").sort("arrival_ns").partition_by(ENGINE, maintain_order=True)
     return _Prepared(engines, before, settings, notes)
@@ -352,7 +355,7 @@ def _notes(replayed: pl.DataFrame, deployment: DeploymentModels, *, is_full: boo
 def engine_settings(
     deployment: DeploymentModels,
     timeline: pl.LazyFrame,
-    before: pl.DataFrame,
+    tokens_per_step: float,
     changes: Mapping[str, float] = MappingProxyType({}),
 ) -> tuple[EngineSettings, tuple[str, ...]]:
     """Return the settings of a deployment's server, and notes on them; its KV blocks are those that the steps state.
@@ -360,7 +363,7 @@ def engine_settings(
     Args:
         deployment: The deployment.
         timeline: Steps of its runs.
-        before: Complete requests of its runs.
+        tokens_per_step: Tokens that a request gets from a step it decodes in.
         changes: Limits of the scheduler that differ from the deployment's.
 
     Raises:
@@ -379,8 +382,6 @@ def engine_settings(
     tokens_of_step = pl.col("prefill_tokens") + pl.col("decode_tokens")
     seen = timeline.select(pl.col("kv_blocks_total").max(), fullest=tokens_of_step.max()).collect()
     traced, fullest = seen.row(0)
-    accepted = measured_acceptance(before, timeline)
-    tokens = 1.0 if accepted is None else accepted.mean
     budget = int(server["max_num_batched_tokens"] or 0)
     assumed = deployment.step_model.deployment.assumed if deployment.step_model.deployment else ()
     # A default that no input states may be wrong; no step is fuller than the budget.
@@ -397,11 +398,10 @@ def engine_settings(
         chunked_prefill=stated.get("enable_chunked_prefill") is not False,
         prefix_caching=stated.get("enable_prefix_caching") is not False,
         async_scheduling=stated.get("async_scheduling") is True,
-        tokens_per_step=tokens,
+        tokens_per_step=tokens_per_step,
     )
     is_other_size = settings.block_size != stated_tokens
     notes = {
-        f"a step gives each request {tokens:.2f} tokens, as in the training part": accepted is not None,
         f"the token budget of a step is {budget:,}, as the fullest step has, and not vLLM's default": is_short,
         f"a KV block has {settings.block_size} tokens by the steps, {stated_tokens} by the settings": is_other_size,
     }
