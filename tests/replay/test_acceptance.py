@@ -7,7 +7,7 @@ import polars as pl
 import pytest
 
 import tracefit
-from tracefit.replay.acceptance import measured_acceptance
+from tracefit.replay.acceptance import ACCEPTANCE_COLUMNS, measured_acceptance
 from tracefit.tables import schema
 
 ENGINE = {"run_id": "run", "server": "server", "epoch": 0}
@@ -57,6 +57,13 @@ def test_where_the_clocks_differ_only_the_sums_are_known():
     requests = _requests(last_token_ns=pl.col("first_token_ns") + 50 * MS)
     hour_ns = 3_600_000 * MS
     assert measured_acceptance(requests, _steps(100, ahead_ns=hour_ns)) == pytest.approx((2.4, None, None))
+
+
+def test_the_columns_that_a_plan_reads_are_enough():
+    requests = _requests(last_token_ns=pl.col("first_token_ns") + 60 * MS).select(ACCEPTANCE_COLUMNS)
+    found = measured_acceptance(requests, _steps(120))
+    assert found is not None
+    assert found.mean == pytest.approx(2.0)
 
 
 def test_without_drafts_a_step_gives_a_token():

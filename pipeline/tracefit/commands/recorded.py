@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import polars as pl
 
+from tracefit.replay.acceptance import ACCEPTANCE_COLUMNS
 from tracefit.replay.closed_loop import WHOLE_LOOP_SHARE
 from tracefit.replay.plan import CARRIED_S, carried_per_s
 from tracefit.results.requests import RecordedLoad
@@ -20,8 +21,7 @@ if TYPE_CHECKING:
 _MOST_RECORDED_REQUESTS = 50_000
 """Most requests of some runs; the latest are taken."""
 _RECORDED_COLUMNS = (
-    *(*ENGINE, "arrival_ns", "prompt_tokens", "output_tokens", "cached_prompt_tokens", "finish_status"),
-    *("finished_ns", "first_token_step", "finished_step", "num_preemptions"),
+    *(*ACCEPTANCE_COLUMNS, "arrival_ns", "prompt_tokens", "cached_prompt_tokens", "finish_status", "finished_ns"),
 )
 _MOST_SPREAD = 0.9
 """A load generator draws lengths from a tenth of the mean on: shorter ones would have no tokens."""

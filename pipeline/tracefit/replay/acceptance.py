@@ -21,6 +21,12 @@ _SAME_STEPS = 0.2
 """By how much the steps that requests decoded in, by the stamps of both, may differ from those that the log counts: the
 two have one clock."""
 
+ACCEPTANCE_COLUMNS = (
+    *(*ENGINE, "output_tokens", "num_preemptions"),
+    *("first_token_step", "finished_step", "first_token_ns", "last_token_ns"),
+)
+"""Columns of `requests` that are read."""
+
 
 class Acceptance(NamedTuple):
     """The tokens a step of some requests.
