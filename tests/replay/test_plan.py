@@ -15,7 +15,7 @@ from replay.conftest import METRICS
 from tracefit.coefficients.models import load
 from tracefit.commands.ingest import ingest
 from tracefit.replay.engine import EngineSettings
-from tracefit.replay.plan import Fleet, Simulated, TrafficSample, carried_per_s, draw
+from tracefit.replay.plan import Fleet, Simulated, TrafficSample, _busy_us, carried_per_s, draw
 from tracefit.synth import LoadPhase, SynthOptions, synth, write_run
 from tracefit.tables.store import TableStore
 
@@ -43,6 +43,26 @@ def test_the_capacity_of_many_slots_has_the_prompts_of_those_that_follow(constan
     load = tracefit.LoadOptions(prompt=200, output=500)
     plan = one(constant(), rate=100, servers=1, settings={"max_num_seqs": 1000}, requests=load)
     assert plan.capacity_per_s == pytest.approx(2000, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("decoded_us", "computed_us", "whole_us"), [(10, 2, 100 * 40 * 10 + 100 * 8 * 2), (10, 0, 100 * 40 * 10)]
+)
+def test_the_time_of_all_steps_is_that_of_their_tokens(decoded_us, computed_us, whole_us):
+    # A hundred steps with eight tokens of prompts each; the first half generates 30 tokens a step, the other one 50.
+    batch = np.repeat([30, 50], 50)
+    time = 1.0 * (batch * decoded_us + 8 * computed_us)
+    steps = pl.DataFrame({"batch": batch, "steps": 1, "prefill": 8.0, "time": time})
+    begin = float(time[:50].sum() / 2)
+    assert _busy_us(steps, begin, float(time[:75].sum())) == pytest.approx(whole_us)
+
+
+def test_a_kind_of_tokens_that_would_save_time_takes_none():
+    decoded = np.r_[np.full(50, 30), np.full(50, 50)]
+    computed = np.r_[np.full(50, 8.0), np.full(50, 4.0)]
+    steps = pl.DataFrame({"batch": decoded, "steps": 1, "prefill": computed, "time": decoded * 10 - computed})
+    each = _busy_us(steps, 0.0, float(steps["time"].sum())) / decoded.sum()
+    assert 9.7 < each < 10
 
 
 def test_latencies_are_those_of_the_steps(constant):

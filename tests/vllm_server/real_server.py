@@ -148,6 +148,11 @@ class Server:
             self.kill()
             raise
 
+    @property
+    def pid(self) -> int:
+        """Return the process of the API server, whose child the engine is."""
+        return self._process.pid
+
     def _wait(self) -> None:
         if not self._ready.wait(READY_S):
             import pytest  # noqa: PLC0415 - an environment with vLLM, which writes a model too, has none

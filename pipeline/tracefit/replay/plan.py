@@ -390,14 +390,16 @@ def _busy_us(steps: pl.DataFrame, begin_us: float, end_us: float) -> float:
         begin_us: When the server is full.
         end_us: Until when it is.
     """
-    from scipy.optimize import nnls  # noqa: PLC0415 - commands that plan nothing do without
-
     ended_us = steps["time"].cum_sum()
     tokens = steps.select(decoded=pl.col("batch") * pl.col("steps"), computed="prefill", time="time")
     block = ((ended_us - begin_us) / (end_us - begin_us) * _REPLAY_PARTS).floor()
     inside = tokens.with_columns(block=block).filter(pl.col("block").is_between(0, _REPLAY_PARTS - 1))
     sums = inside.group_by("block", maintain_order=True).agg(pl.col("decoded", "computed", "time").sum())
-    each, _ = nnls(sums.select("decoded", "computed").cast(pl.Float64).to_numpy(), sums["time"].to_numpy())
+    per_block, time = sums.select("decoded", "computed").cast(pl.Float64).to_numpy(), sums["time"].to_numpy()
+    each, *_ = np.linalg.lstsq(per_block, time, rcond=None)
+    if (each < 0).any():
+        # Tokens take time: where one kind has none, the other kind has all of it.
+        each = np.where(each < 0, 0.0, (per_block * time[:, None]).sum(axis=0) / (per_block**2).sum(axis=0))
     every = tokens.select(pl.col("decoded", "computed").sum().cast(pl.Float64)).to_numpy()[0]
     return float(every @ each)
 
