@@ -15,7 +15,7 @@ from replay.conftest import METRICS
 from tracefit.coefficients.models import load
 from tracefit.commands.ingest import ingest
 from tracefit.replay.engine import EngineSettings
-from tracefit.replay.plan import Fleet, Simulated, TrafficSample, _busy_us, carried_per_s, draw
+from tracefit.replay.plan import Fleet, Simulated, TrafficSample, carried_per_s, draw, full_server
 from tracefit.synth import LoadPhase, SynthOptions, synth, write_run
 from tracefit.tables.store import TableStore
 
@@ -54,15 +54,16 @@ def test_the_time_of_all_steps_is_that_of_their_tokens(decoded_us, computed_us, 
     time = 1.0 * (batch * decoded_us + 8 * computed_us)
     steps = pl.DataFrame({"batch": batch, "steps": 1, "prefill": 8.0, "time": time})
     begin = float(time[:50].sum() / 2)
-    assert _busy_us(steps, begin, float(time[:75].sum())) == pytest.approx(whole_us)
+    assert full_server(steps, 20, begin, float(time[:75].sum())).request_us == pytest.approx(whole_us / 20)
 
 
 def test_a_kind_of_tokens_that_would_save_time_takes_none():
     decoded = np.r_[np.full(50, 30), np.full(50, 50)]
     computed = np.r_[np.full(50, 8.0), np.full(50, 4.0)]
     steps = pl.DataFrame({"batch": decoded, "steps": 1, "prefill": computed, "time": decoded * 10 - computed})
-    each = _busy_us(steps, 0.0, float(steps["time"].sum())) / decoded.sum()
-    assert 9.7 < each < 10
+    full = full_server(steps, 1, 0.0, float(steps["time"].sum()))
+    assert full.computed_us == 0
+    assert 9.7 < full.decoded_us < 10
 
 
 def test_latencies_are_those_of_the_steps(constant):

@@ -28,6 +28,7 @@ from tracefit.models.evaluate import CompiledModel
 from tracefit.models.frames import evaluated
 from tracefit.replay.arrivals import GAP_BLOCK
 from tracefit.replay.decoding import TabledDecoding
+from tracefit.replay.long_run import RANKS, SWINGS, LongerWaits, longer_waits, slot_waits_us
 from tracefit.replay.models import FittedStepTimes, admission_us
 from tracefit.replay.run import RequestLoad, TokenGaps, replay, token_gaps
 from tracefit.results.plans import Objective, PlannedLatency, PlanPoint
@@ -58,6 +59,11 @@ LOAD_SHARES = (0.15, 0.35, 0.55, 0.7, 0.8, 0.88, 0.95, 1.0)
 SATURATED = 0.95
 """Share of the capacity above which a queue's length is that of the capacity's own error: some percent of it decide
 whether the queue grows, and nothing bounds the latency from above."""
+_LONG_RUN_SHARES = (0.6, 0.98)
+"""Shares of the capacity between which a queue has a long run: below, hardly any request waits; above, no time is long
+enough."""
+_LONGEST = 100
+"""Requests of a queue in the long run, as a multiple of those of the replay, at most."""
 SOME_OUTSIDE_PCT = 2.0
 """Share of the busy time outside the training above which latencies count as extrapolated."""
 _SLACK = 0.02
@@ -202,6 +208,7 @@ class Simulated:
         sampled: Requests that the lengths were drawn from; infinite if they are the lengths of the load.
         gaps: Times between two tokens of a request, see `token_gaps`.
         step_mean_us: Mean time of a step.
+        longer: By how much longer the counted requests wait than in the replay; null where they wait as long.
     """
 
     rate: float
@@ -214,6 +221,7 @@ class Simulated:
     sampled: float
     gaps: TokenGaps | None = None
     step_mean_us: float = math.nan
+    longer: LongerWaits | None = None
     _known: dict[tuple[str, bool], float] = field(default_factory=dict, compare=False, repr=False)
     """Ends that were computed: every point of a curve asks for those of all points."""
 
@@ -237,11 +245,21 @@ class Simulated:
     def _drawn(self, latency: str, q: float, *, high: bool) -> float:
         values = self.latencies[latency]
         value = percentile(values, q)
-        below = np.array_split(values <= value, _REPLAY_PARTS)
-        parts = 100 * float(np.std([p.mean() for p in below if len(p)], ddof=1)) / math.sqrt(_REPLAY_PARTS)
-        error = _Z90 * math.hypot(parts, math.sqrt(q * (100 - q) / self.sampled))
+        below = (values <= value).astype(float)
+        parts = _error_of_mean(below)
+        if self.longer is not None and latency != "itl":
+            # A part of it is that of the replay's own arrivals, which the long run does not have.
+            own = _error_of_mean(below - (self.longer.ranks <= q / 100))
+            parts = min(parts, math.hypot(own, float(np.interp(q / 100, RANKS, self.longer.rank_errors))))
+        error = _Z90 * math.hypot(100 * parts, math.sqrt(q * (100 - q) / self.sampled))
         end = percentile(values, min(max(q + (error if high else -error), 0.0), 100.0))
         return end / max(value, 1e-6)
+
+
+def _error_of_mean(values: Vector) -> float:
+    """Return the standard error of the mean of consecutive values that depend on each other."""
+    parts = [part.mean() for part in np.array_split(values, _REPLAY_PARTS) if len(part)]
+    return float(np.std(parts, ddof=1)) / math.sqrt(_REPLAY_PARTS)
 
 
 def split_name(name: str) -> tuple[str, float]:
@@ -308,6 +326,10 @@ class Fleet:
         Raises:
             DataError: The server never serves some of the requests.
         """
+        return 1e6 / self._full_server.request_us
+
+    @cached_property
+    def _full_server(self) -> FullServer:
         slots = self.slots
         count = max(self.requests, _WAVES * slots)
         load = replace(draw(self.sample, count, 1), arrival_us=np.zeros(count))
@@ -326,7 +348,7 @@ class Fleet:
             # Requests that start together end together: whole waves of them show how long one takes with its prompts.
             first, until = slots, (_WAVES - 1) * slots
         steps = batches_of(recorder.batches, replayed.steps, self.settings.tokens_per_step)
-        return 1e6 * count / _busy_us(steps, float(last[first]), float(last[until]))
+        return full_server(steps, count, float(last[first]), float(last[until]))
 
     @property
     def slots(self) -> int:
@@ -360,13 +382,16 @@ class Fleet:
         span = float(arrival[-1] - arrival[0]) or 1.0
         begins = np.clip(replayed.scheduled_us, 0, arrival[-1])
         ends = np.clip(replayed.last_us, 0, arrival[-1])
+        wait = replayed.scheduled_us - arrival
+        longer = self._in_the_long_run(rate, servers, load, wait, replayed.first_us - arrival, counts)
+        added = 0.0 if longer is None else longer.added_us
         batches = batches_of(recorder.batches, replayed.steps, self.settings.tokens_per_step)
         outside_pct, outside = self.law.outside(batches)
         gaps = token_gaps(replayed.steps, [batch.decode_reqs for batch, _ in recorder.batches])
         steady = gaps.within(float(arrival[counts].min()), float(replayed.last_us[counts].max()))
         return Simulated(
             rate,
-            {"ttft": (replayed.first_us - arrival)[counts], "itl": itl[several], "e2e": e2e[counts]},
+            {"ttft": (replayed.first_us - arrival)[counts] + added, "itl": itl[several], "e2e": e2e[counts] + added},
             self.law.slowness(batches, outside_pct),
             float((ends - begins).sum()) / span,
             float((begins - np.minimum(arrival, begins)).sum()) / span,
@@ -375,11 +400,60 @@ class Fleet:
             len(self.sample.output_tokens) if self.sample.is_sample else math.inf,
             None if self.settings.tokens_per_step > 1 else steady,
             float(batches.select(pl.col("time").sum() / pl.col("steps").sum()).item()),
+            longer,
         )
 
+    def _in_the_long_run(
+        self, rate: float, servers: int, load: RequestLoad, wait_us: Vector, ttft_us: Vector, counts: Flags
+    ) -> LongerWaits | None:
+        """Return how much longer the counted requests wait in the long run; null where nothing waits, or the queue only
+        grows.
 
-def _busy_us(steps: pl.DataFrame, begin_us: float, end_us: float) -> float:
-    """Return how long all of some steps would take in a server that is as full as between two times.
+        Args:
+            rate: Requests per second at each server.
+            servers: How many servers share the load.
+            load: The replayed requests of one of them.
+            wait_us: How long each waits until it is scheduled, shape (n,).
+            ttft_us: Its TTFT, shape (n,).
+            counts: Which of them count, shape (n,).
+        """
+        share = rate / self.capacity
+        if not _LONG_RUN_SHARES[0] <= share <= _LONG_RUN_SHARES[1]:
+            return None
+        full, slots, count = self._full_server, self.slots, len(wait_us)
+
+        def work_us(output: Integers, prompt: Integers, cached: Integers | None) -> Vector:
+            # The first token comes out of the step that ends the prompt.
+            return full.decoded_us * (output - 1.0) + full.computed_us * (prompt - (0.0 if cached is None else cached))
+
+        sample = self.sample
+        mean_us = float(work_us(sample.output_tokens, sample.prompt_tokens, sample.cached_tokens).mean())
+
+        def waits(some: RequestLoad, arrival_us: Vector | Integers) -> Vector:
+            work = work_us(some.output_tokens, some.prompt_tokens, some.prefix_tokens) / mean_us
+            return slot_waits_us(arrival_us, work * slots * 1e6 / self.capacity, slots)
+
+        longest = int(min(SWINGS / (1 - share) ** 2, _LONGEST * count))
+        if longest <= count:
+            return None
+        drawn = draw(self.sample, longest, servers)
+        long_us = waits(drawn, drawn.arrival_us / rate * 1e6)[longest // 20 :]
+        short_us = waits(load, load.arrival_us)[counts]
+        return longer_waits(wait_us[counts], ttft_us[counts], short_us, long_us)
+
+
+class FullServer(NamedTuple):
+    """Time of a server that is never empty, for each token that it generates and each of a prompt that it computes, and
+    for a request of mean length; all in us.
+    """
+
+    decoded_us: float
+    computed_us: float
+    request_us: float
+
+
+def full_server(steps: pl.DataFrame, requests: int, begin_us: float, end_us: float) -> FullServer:
+    """Return what tokens and requests take in a server that is as full as between two times.
 
     The requests that finish in some seconds are longer or shorter than others by a few percent, and so would be their
     rate. The time of the steps between is therefore split on the tokens that they generate and those of prompts that
@@ -387,6 +461,7 @@ def _busy_us(steps: pl.DataFrame, begin_us: float, end_us: float) -> float:
 
     Args:
         steps: Rows of `batches_of`, from the first step on, without idle time.
+        requests: Requests whose tokens they hold.
         begin_us: When the server is full.
         end_us: Until when it is.
     """
@@ -401,7 +476,7 @@ def _busy_us(steps: pl.DataFrame, begin_us: float, end_us: float) -> float:
         # Tokens take time: where one kind has none, the other kind has all of it.
         each = np.where(each < 0, 0.0, (per_block * time[:, None]).sum(axis=0) / (per_block**2).sum(axis=0))
     every = tokens.select(pl.col("decoded", "computed").sum().cast(pl.Float64)).to_numpy()[0]
-    return float(every @ each)
+    return FullServer(float(each[0]), float(each[1]), float(every @ each) / requests)
 
 
 def _steady(arrival: Vector, e2e: Vector) -> Flags:
