@@ -10,7 +10,8 @@ BLIS   ?= ../shared/tools
 VLLM   := $(if $(TEST_CACHE),$(TEST_CACHE)/vllm-$(firstword $(shell cksum requirements-vllm.lock)),.venv-vllm)
 # Tests that pytest has rewritten are kept: without that every worker spends ten seconds on it.
 export PYTHONDONTWRITEBYTECODE :=
-PYTEST := $(BIN)/python -m pytest --numprocesses=logical --maxprocesses=8 --dist=worksteal
+WORKERS ?= logical
+PYTEST := $(BIN)/python -m pytest --numprocesses=$(WORKERS) --maxprocesses=8 --dist=worksteal
 
 .DEFAULT_GOAL := help
 
@@ -74,7 +75,7 @@ test-vllm-old: $(READY) vllm ## the tests of tracefit-vllm on the oldest vLLM th
 bench-vllm: vllm ## measure what tracefit-vllm costs on the engine's thread, in vLLM's own scheduler
 	VLLM_LOGGING_LEVEL=ERROR HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 PYTHONPATH=pipeline/tracefit-vllm:tests $(VLLM)/bin/python tests/benchmarks/plugin.py
 
-bench-tracing: $(READY) vllm ## measure what tracing costs a real server at three loads (twenty minutes, nothing else may run)
+bench-tracing: $(READY) vllm ## measure what tracing costs a real server at three loads (a quarter of an hour, nothing else may run)
 	SERVER_PYTHON=$(abspath $(VLLM))/bin/python PYTHONPATH=tests $(BIN)/python -m benchmarks.tracing_cost
 
 bench-loop: $(READY) vllm ## record a real server badly, then as the report says, and print both reports' verdicts (half an hour, nothing else may run)

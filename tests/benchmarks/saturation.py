@@ -3,10 +3,10 @@ these rates.
 
     python tests/benchmarks/saturation.py [--requests 10000] [--truth 12000] [--seeds 2] [--server room]
 
-Three servers: one with room, one whose slots are full, and one whose KV cache is, so that it preempts. Each is recorded
-with rates from 0.3 to 1.1 of its capacity, which is the rate at which it finishes requests that all come at once. The
-truth at a rate are twelve generated servers together, whose requests are of the same distribution (three at the
-capacity and beyond); the first quarter of the requests of each is left out. Of a single server the median TTFT is
+Three servers: one with room, one whose slots are full, and one whose KV cache is, so that it preempts. Each is
+recorded with rates from 0.3 to 1.1 of its capacity, which is the rate at which it finishes requests that all come at
+once. The truth at a rate are twelve generated servers together, whose requests are of the same distribution (three at
+the capacity and beyond); the first quarter of the requests of each is left out. The median TTFT of a single server is
 anything from 110 to 240 ms at 95 % of the capacity of few slots. The plan is asked for their lengths (`--load`): near
 saturation the mean length of a sample of ten thousand is off by enough to double a queue. Throughput is that of output
 tokens. Up to 0.95 of the capacity TTFT P50 is asked within 15 %, throughput within 3 % at every rate; above the

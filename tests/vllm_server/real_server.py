@@ -148,11 +148,6 @@ class Server:
             self.kill()
             raise
 
-    @property
-    def pid(self) -> int:
-        """Return the process of the API server, whose child the engine is."""
-        return self._process.pid
-
     def _wait(self) -> None:
         if not self._ready.wait(READY_S):
             import pytest  # noqa: PLC0415 - an environment with vLLM, which writes a model too, has none
@@ -215,6 +210,10 @@ class Server:
         """Stream completions, several at a time."""
         with ThreadPoolExecutor(at_once) as clients:
             return list(clients.map(lambda one: self.complete(*one), requests))
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the server and its engine."""
+        os.killpg(self._process.pid, number)
 
     def stop(self) -> None:
         """End as an operator does: what is buffered is sent."""

@@ -10,7 +10,6 @@ import polars as pl
 
 from tracefit.coefficients.files import read_coefficients, read_evaluation
 from tracefit.coefficients.models import Models
-from tracefit.commands.compare_points import predicted_points, rows_in_order
 from tracefit.commands.predict import parse_numbers
 from tracefit.diagnostics.deployment import diagnose, models_of
 from tracefit.diagnostics.groups import US_PER_MS
@@ -181,6 +180,11 @@ def _points(alpha: CoefficientFile, beta: CoefficientFile, store: TableStore) ->
     """
     if not points_stated(store.read("runs")):
         return None
+    from tracefit.commands.compare_points import (
+        predicted_points,
+        rows_in_order,
+    )
+
     rows = rows_in_order(store.read("points"))
     compared: tuple[ComparedPoint, ...] = ()
     models = Models((alpha, beta))

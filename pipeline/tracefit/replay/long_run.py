@@ -1,10 +1,10 @@
-"""What a queue does in the long run, from a replay that is too short for it.
+"""Waits in the long run, from a replay that is too short for them.
 
 Near the capacity a queue grows and shrinks over thousands of requests. A replay of ten thousand has only a few of these
 swings, and begins with an empty server: at 95 % of the capacity the median TTFT differs by 30 % between two draws of
-the arrivals, and P90 is too low by a fifth. So the queue alone is modelled too: as many slots as the server has, each
-of which serves a request at a time and gets an equal share of the engine's work, first come first served (Kiefer and
-Wolfowitz 1955). That takes a thousandth of a replay's time. It is run with the requests of the replay and with many
+the arrivals, and P90 is too low by a fifth. So the queue alone is modelled too: as many slots as the server has; each
+serves a request at a time with an equal share of the engine's work, first come first served (Kiefer and Wolfowitz
+1955). That takes a thousandth of a replay's time. It is run with the requests of the replay and with many
 more. By as much as the request of the same rank waits longer in the long queue than in the short one, the replayed
 request waits longer too: a control variate (Law, Simulation Modeling and Analysis, 2015, section 11.4), for whole
 distributions instead of a mean.
@@ -53,7 +53,8 @@ def slot_waits_us(arrival_us: Vector | Integers, service_us: Vector, slots: int)
         service_us: How long each request keeps its slot, shape (n,).
         slots: How many requests are served at a time.
     """
-    free_at, waits = [0.0] * slots, list[float]()
+    # More slots than requests change nothing.
+    free_at, waits = [0.0] * min(slots, len(arrival_us)), list[float]()
     for arrival, service in zip(arrival_us.tolist(), service_us.tolist(), strict=True):
         begin = max(arrival, free_at[0])
         waits.append(begin - arrival)
