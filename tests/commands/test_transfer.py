@@ -446,7 +446,7 @@ def test_a_server_without_stated_limits_is_no_source_of_itself(servers, tmp_path
     assert "it is the server asked for" in err
 
 
-@pytest.mark.parametrize("is_cached", [True, False])
+@pytest.mark.parametrize("is_cached", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_prompts_of_a_clients_requests_count_as_cached_where_the_steps_are_too_short(tmp_path, is_cached):
     prompts = LengthMix(((1.0, 1_030.0, 0.001),), minimum=1_026)
     options = SynthOptions(
