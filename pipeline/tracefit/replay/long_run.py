@@ -54,12 +54,14 @@ def slot_waits_us(arrival_us: Vector | Integers, service_us: Vector, slots: int)
         slots: How many requests are served at a time.
     """
     # More slots than requests change nothing.
-    free_at, waits = [0.0] * min(slots, len(arrival_us)), list[float]()
+    free_at, begins = [0.0] * min(slots, len(arrival_us)), list[float]()
     for arrival, service in zip(arrival_us.tolist(), service_us.tolist(), strict=True):
-        begin = max(arrival, free_at[0])
-        waits.append(begin - arrival)
+        begin = free_at[0]
+        if begin < arrival:  # noqa: PLR1730 - a call of max takes as long as all else here
+            begin = arrival
+        begins.append(begin)
         heapreplace(free_at, begin + service)
-    return np.array(waits)
+    return np.asarray(begins - arrival_us, dtype=float)
 
 
 def longer_waits(waited_us: Vector, latency_us: Vector, short_us: Vector, long_us: Vector) -> LongerWaits:

@@ -48,11 +48,8 @@ _WAVES = 4
 REPLAYED_REQUESTS = 1_200
 """Requests of one replay of a curve."""
 ANCHOR_REQUESTS = 6_000
-"""Requests of a replay at a rate that a search tries."""
-ANSWER_REQUESTS = 10_000
-"""Requests of a replay at the rate of an answer. P99 of TTFT varies by some percent between replays of half as many;
-near the capacity its P90 varies by tens of percent between replays of 6,000 to 12,000, which the interval has to
-hold."""
+"""Requests of a replay at the rate of an answer, or at one that a search tries. With the waits of the long run,
+percentiles of TTFT differ by some percent between draws of so many; the interval has to hold that."""
 
 LOAD_SHARES = (0.15, 0.35, 0.55, 0.7, 0.8, 0.88, 0.95, 1.0)
 """Rates of a curve, as shares of the capacity."""
@@ -734,10 +731,10 @@ def curve_of(fleet: Fleet, servers: int, errors: Mapping[str, float]) -> Curve:
     return Curve([fleet.at(servers, share * fleet.capacity) for share in LOAD_SHARES], errors)
 
 
-def anchored(fleet: Fleet, servers: int, curve: Curve, rate: float, requests: int = ANCHOR_REQUESTS) -> Curve:
+def anchored(fleet: Fleet, servers: int, curve: Curve, rate: float) -> Curve:
     """Return a curve through one more replay, a longer one of some servers at a rate at each of them."""
     new = [] if np.isclose(curve.rates, rate).any() else [fleet.at(servers, rate)]
-    anchors = {a.rate: a for a in (*curve.anchors, fleet.at(servers, rate, requests))}
+    anchors = {a.rate: a for a in (*curve.anchors, fleet.at(servers, rate, ANCHOR_REQUESTS))}
     return Curve([*curve.points, *new], curve.errors, [*anchors.values()])
 
 
