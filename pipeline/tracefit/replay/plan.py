@@ -57,8 +57,8 @@ SATURATED = 0.95
 """Share of the capacity above which a queue's length is that of the capacity's own error: some percent of it decide
 whether the queue grows, and nothing bounds the latency from above."""
 _LONG_RUN_SHARES = (0.6, 0.98)
-"""Shares of the capacity between which a queue has a long run: below, hardly any request waits; above, no time is long
-enough."""
+"""Shares of the capacity between which a queue has a long run: below, hardly any request waits. Above, no time is long
+enough, and the waits are at least those of the upper share."""
 _LONGEST = 100
 """Requests of a queue in the long run, as a multiple of those of the replay, at most."""
 SOME_OUTSIDE_PCT = 2.0
@@ -403,8 +403,7 @@ class Fleet:
     def _in_the_long_run(
         self, rate: float, servers: int, load: RequestLoad, wait_us: Vector, ttft_us: Vector, counts: Flags
     ) -> LongerWaits | None:
-        """Return how much longer the counted requests wait in the long run; null where nothing waits, or the queue only
-        grows.
+        """Return how much longer the counted requests wait in the long run; null where hardly any waits.
 
         Args:
             rate: Requests per second at each server.
@@ -414,8 +413,8 @@ class Fleet:
             ttft_us: Its TTFT, shape (n,).
             counts: Which of them count, shape (n,).
         """
-        share = rate / self.capacity
-        if not _LONG_RUN_SHARES[0] <= share <= _LONG_RUN_SHARES[1]:
+        share = min(rate / self.capacity, _LONG_RUN_SHARES[1])
+        if share < _LONG_RUN_SHARES[0]:
             return None
         full, slots, count = self._full_server, self.slots, len(wait_us)
 
@@ -434,7 +433,7 @@ class Fleet:
         if longest <= count:
             return None
         drawn = draw(self.sample, longest, servers)
-        long_us = waits(drawn, drawn.arrival_us / rate * 1e6)[longest // 20 :]
+        long_us = waits(drawn, drawn.arrival_us / (share * self.capacity) * 1e6)[longest // 20 :]
         short_us = waits(load, load.arrival_us)[counts]
         return longer_waits(wait_us[counts], ttft_us[counts], short_us, long_us)
 
