@@ -81,3 +81,13 @@ def test_a_server_with_one_slot_waits_as_the_theory_says(constant):
     assert fleet.capacity == pytest.approx(100)
     ttft_ms = fleet.at(1, 95.0, 10_000).latencies["ttft"] / 1e3
     assert ttft_ms.mean() == pytest.approx(95 + 1, rel=0.06)
+
+
+@pytest.mark.parametrize(("blocks", "for_slots"), [(None, True), (16, True), (8, False)])
+def test_a_server_whose_cache_is_full_first_has_the_waits_of_the_replay(constant, blocks, for_slots):
+    # A request of 20 tokens takes two blocks of 16: eight slots need 160 tokens.
+    tens = np.full(10, 10)
+    settings = EngineSettings(8, 2048, 16, blocks)
+    fleet = Fleet(load(constant()).deployment(None), {}, settings, TrafficSample(tens, tens, 0 * tens))
+    found = fleet.at(1, 0.9 * fleet.capacity, 1_000)
+    assert (found.longer is not None) is fleet.waits_for_slots is for_slots

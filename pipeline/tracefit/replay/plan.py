@@ -48,8 +48,11 @@ _WAVES = 4
 REPLAYED_REQUESTS = 1_200
 """Requests of one replay of a curve."""
 ANCHOR_REQUESTS = 6_000
-"""Requests of a replay at the rate of an answer, or at one that a search tries. With the waits of the long run,
-percentiles of TTFT differ by some percent between draws of so many; the interval has to hold that."""
+"""Requests of a replay at a rate that a search tries, and at that of an answer whose waits are those of the long run:
+percentiles of TTFT then differ by some percent between draws of so many."""
+ANSWER_REQUESTS = 10_000
+"""Requests of a replay at the rate of any other answer. Near the capacity P90 of TTFT varies by tens of percent between
+replays of 6,000 to 12,000, which the interval has to hold."""
 
 LOAD_SHARES = (0.15, 0.35, 0.55, 0.7, 0.8, 0.88, 0.95, 1.0)
 """Rates of a curve, as shares of the capacity."""
@@ -356,6 +359,16 @@ class Fleet:
         tokens = float(self.sample.prompt_tokens.mean() + self.sample.output_tokens.mean())
         return max(1, min(most, int(blocks * self.settings.block_size / max(tokens, 1.0))))
 
+    @property
+    def waits_for_slots(self) -> bool:
+        """Whether requests wait for a slot, and not for blocks of the KV cache, whose queue is another one."""
+        return self.slots == self.settings.max_num_seqs
+
+    @property
+    def answer_requests(self) -> int:
+        """Requests of a replay at the rate of an answer."""
+        return ANCHOR_REQUESTS if self.waits_for_slots else ANSWER_REQUESTS
+
     def at(self, servers: int, rate: float, requests: int | None = None) -> Simulated:
         """Return the load of each of several servers at a rate, in requests per second at each."""
         # A random part of a Poisson process is one too, whatever the number of servers.
@@ -403,7 +416,7 @@ class Fleet:
     def _in_the_long_run(
         self, rate: float, servers: int, load: RequestLoad, wait_us: Vector, ttft_us: Vector, counts: Flags
     ) -> LongerWaits | None:
-        """Return how much longer the counted requests wait in the long run; null where hardly any waits.
+        """Return how much longer the counted requests wait in the long run; null where hardly any waits, or for blocks.
 
         Args:
             rate: Requests per second at each server.
@@ -414,7 +427,7 @@ class Fleet:
             counts: Which of them count, shape (n,).
         """
         share = min(rate / self.capacity, _LONG_RUN_SHARES[1])
-        if share < _LONG_RUN_SHARES[0]:
+        if share < _LONG_RUN_SHARES[0] or not self.waits_for_slots:
             return None
         full, slots, count = self._full_server, self.slots, len(wait_us)
 
@@ -730,10 +743,10 @@ def curve_of(fleet: Fleet, servers: int, errors: Mapping[str, float]) -> Curve:
     return Curve([fleet.at(servers, share * fleet.capacity) for share in LOAD_SHARES], errors)
 
 
-def anchored(fleet: Fleet, servers: int, curve: Curve, rate: float) -> Curve:
+def anchored(fleet: Fleet, servers: int, curve: Curve, rate: float, requests: int = ANCHOR_REQUESTS) -> Curve:
     """Return a curve through one more replay, a longer one of some servers at a rate at each of them."""
     new = [] if np.isclose(curve.rates, rate).any() else [fleet.at(servers, rate)]
-    anchors = {a.rate: a for a in (*curve.anchors, fleet.at(servers, rate, ANCHOR_REQUESTS))}
+    anchors = {a.rate: a for a in (*curve.anchors, fleet.at(servers, rate, requests))}
     return Curve([*curve.points, *new], curve.errors, [*anchors.values()])
 
 
