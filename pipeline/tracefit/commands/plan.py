@@ -40,6 +40,7 @@ from tracefit.replay.acceptance import measured_acceptance
 from tracefit.replay.arrivals import GAP_BLOCK, burstiness, relative_gaps
 from tracefit.replay.closed_loop import engine_settings
 from tracefit.replay.plan import (
+    ANSWER_REQUESTS,
     REPLAYED_REQUESTS,
     SATURATED,
     Curve,
@@ -557,7 +558,7 @@ def _with_servers(plan_: ServerPlan, fleet: Fleet, asked: PlanQuestion, errors: 
         notes.insert(0, _GROWS.format(rate=number(rate)))
     else:
         # The search for the largest rate ended with a replay at it.
-        curve = curve if asked.rate is None else anchored(fleet, servers, curve, each, fleet.answer_requests)
+        curve = curve if asked.rate is None else anchored(fleet, servers, curve, each, ANSWER_REQUESTS)
         if curve.is_saturated(np.array([each]))[0]:
             notes.insert(0, _NEAR_CAPACITY.format(rate=number(rate), share=f"{100 * SATURATED:.0f}"))
         here = min(curve.anchors, key=lambda anchor: abs(anchor.rate - each))

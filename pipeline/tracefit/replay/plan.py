@@ -48,11 +48,10 @@ _WAVES = 4
 REPLAYED_REQUESTS = 1_200
 """Requests of one replay of a curve."""
 ANCHOR_REQUESTS = 6_000
-"""Requests of a replay at a rate that a search tries, and at that of an answer whose waits are those of the long run:
-percentiles of TTFT then differ by some percent between draws of so many."""
+"""Requests of a replay at a rate that a search tries."""
 ANSWER_REQUESTS = 10_000
-"""Requests of a replay at the rate of any other answer. Near the capacity P90 of TTFT varies by tens of percent between
-replays of 6,000 to 12,000, which the interval has to hold."""
+"""Requests of a replay at the rate of an answer. Near the capacity P90 of TTFT varies by tens of percent between replays
+of 6,000 to 12,000, which the interval has to hold; with the waits of the long run it varies by some percent."""
 
 LOAD_SHARES = (0.15, 0.35, 0.55, 0.7, 0.8, 0.88, 0.95, 1.0)
 """Rates of a curve, as shares of the capacity."""
@@ -363,11 +362,6 @@ class Fleet:
     def waits_for_slots(self) -> bool:
         """Whether requests wait for a slot, and not for blocks of the KV cache, whose queue is another one."""
         return self.slots == self.settings.max_num_seqs
-
-    @property
-    def answer_requests(self) -> int:
-        """Requests of a replay at the rate of an answer."""
-        return ANCHOR_REQUESTS if self.waits_for_slots else ANSWER_REQUESTS
 
     def at(self, servers: int, rate: float, requests: int | None = None) -> Simulated:
         """Return the load of each of several servers at a rate, in requests per second at each."""
