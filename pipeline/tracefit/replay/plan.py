@@ -50,8 +50,8 @@ REPLAYED_REQUESTS = 1_200
 ANCHOR_REQUESTS = 6_000
 """Requests of a replay at a rate that a search tries."""
 ANSWER_REQUESTS = 10_000
-"""Requests of a replay at the rate of an answer. Near the capacity P90 of TTFT varies by tens of percent between replays
-of 6,000 to 12,000, which the interval has to hold; with the waits of the long run it varies by some percent."""
+"""Requests of a replay at the rate of an answer. Near the capacity P90 of TTFT varies by tens of percent between
+replays of 6,000 to 12,000, which the interval has to hold; with the waits of the long run it varies by some percent."""
 
 LOAD_SHARES = (0.15, 0.35, 0.55, 0.7, 0.8, 0.88, 0.95, 1.0)
 """Rates of a curve, as shares of the capacity."""
