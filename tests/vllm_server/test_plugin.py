@@ -58,8 +58,8 @@ class Recorded:
     params=[kind if kind == "async" else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS],
 )
 def recorded(request, plugin, tmp_path_factory):
-    """A hundred requests, more at a time than there are slots, in a cache that does not hold them, some with a shared
-    prefix; five clients go away; three requests want several outputs, or have several prompts.
+    """140 requests, more at a time than there are slots, in a cache that does not hold them, some with a
+    shared prefix; five clients go away; three requests want several outputs, or have several prompts.
     """
     folder = tmp_path_factory.mktemp("recorded")
     receiver = Process(folder / "traces")
@@ -82,7 +82,7 @@ def recorded(request, plugin, tmp_path_factory):
                 rest = [draw.randrange(3, 500) for _ in range(draw.randint(4, 300))]
                 return (PREFIX if draw.random() < 0.3 else []) + rest
 
-            requests = [(prompt(), draw.randint(2, 150)) for _ in range(100)]
+            requests = [(prompt(), draw.randint(2, 150)) for _ in range(140)]
             completions = server.complete_all(requests[:40], at_once=12)
             for one in requests[:5]:
                 server.abandon(*one)
