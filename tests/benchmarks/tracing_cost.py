@@ -5,8 +5,8 @@
 A quarter of an hour on a machine where nothing else runs (`make bench-tracing`). Four servers of a small model with
 random weights are started: without traces; with a span a request, as `--otlp-traces-endpoint` gives it; with the
 iteration log besides; and with the plugin, which records every step and every event of a request. Clients send 1, 8 or
-32 requests at once to one of them at a time, and wait for all, while the other servers are stopped; the receivers run
-on the same machine.
+32 requests at once to one of them at a time, and wait for all, while the other servers are stopped (except the
+plugin's own process, which sends spans); the receivers run on the same machine.
 
 The speed of a virtual machine changes by a fifth within a second, wall and CPU time alike, which is more than any of
 these costs. So each wave of requests is compared with those right before and after it at the server without traces
@@ -18,11 +18,8 @@ the bootstrapped medians, and the same per step and per request.
 from __future__ import annotations
 
 import argparse
-import os
 import random
-import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -32,9 +29,8 @@ from pathlib import Path
 import numpy as np
 
 from receive.process import Process
-from vllm_server.real_server import CONFIG, Server
+from vllm_server.real_server import CONFIG, Server, install_plugin
 
-ROOT = Path(__file__).parents[2]
 WAYS = ("no traces", "spans", "spans and iteration log", "plugin")
 LOADS = (1, 8, 32)
 PROMPT, OUTPUT = 64, 64
@@ -52,14 +48,6 @@ OPTIONS = (
     "32",
     "--no-enable-prefix-caching",
 )
-
-
-def plugin_in(folder: Path) -> Path:
-    """Install the plugin into a folder, as pip does."""
-    source = shutil.copytree(ROOT / "pipeline/tracefit-vllm", folder / "source")
-    options = ("--quiet", "--no-deps", "--no-build-isolation", "--target", str(folder / "site"))
-    subprocess.run([os.environ["SERVER_PYTHON"], "-m", "pip", "install", *options, str(source)], check=True)
-    return folder / "site"
 
 
 class Traced:
@@ -100,7 +88,7 @@ def measured(rounds: int, folder: Path) -> dict[tuple[str, int], list[tuple[floa
     servers run, and one at a time has requests."""
     draw = random.Random(1)
     found: defaultdict[tuple[str, int], list[tuple[float, float]]] = defaultdict(list)
-    plugin = plugin_in(folder / "plugin")
+    plugin = install_plugin(folder / "plugin")
     traced: dict[str, Traced] = {}
     try:
         for way in WAYS:

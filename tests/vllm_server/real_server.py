@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -13,12 +14,13 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
+ROOT = Path(__file__).parents[2]
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -52,6 +54,14 @@ READY_S = float(os.environ.get("SERVER_READY_S", "300"))
 """Three imports of vLLM, and a model of no size: half a minute, and ten times that on a machine with other work."""
 
 REQUEST_S = 120
+
+
+def install_plugin(folder: Path) -> Path:
+    """Install the plugin into a folder, as pip does, and return the path to import it from."""
+    source = shutil.copytree(ROOT / "pipeline/tracefit-vllm", folder / "source")  # where pip builds
+    options = ("--quiet", "--no-deps", "--no-build-isolation", "--target", folder / "site")
+    subprocess.run([os.environ["SERVER_PYTHON"], "-m", "pip", "install", *options, source], check=True)
+    return folder / "site"
 
 
 def write_model(folder: Path, config: dict = CONFIG) -> Path:

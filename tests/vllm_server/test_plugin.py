@@ -58,8 +58,8 @@ class Recorded:
     params=[kind if kind == "async" else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS],
 )
 def recorded(request, plugin, tmp_path_factory):
-    """140 requests, more at a time than there are slots, in a cache that does not hold them, some with a
-    shared prefix; five clients go away; three requests want several outputs, or have several prompts.
+    """140 requests, more at a time than there are slots, in a cache that does not hold them, some with a shared
+    prefix; five clients go away; three requests want several outputs, or have several prompts.
     """
     folder = tmp_path_factory.mktemp("recorded")
     receiver = Process(folder / "traces")

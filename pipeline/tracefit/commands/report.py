@@ -180,10 +180,8 @@ def _points(alpha: CoefficientFile, beta: CoefficientFile, store: TableStore) ->
     """
     if not points_stated(store.read("runs")):
         return None
-    from tracefit.commands.compare_points import (
-        predicted_points,
-        rows_in_order,
-    )
+    # It imports all that plans need; most recordings have no points.
+    from tracefit.commands.compare_points import predicted_points, rows_in_order
 
     rows = rows_in_order(store.read("points"))
     compared: tuple[ComparedPoint, ...] = ()

@@ -1,10 +1,10 @@
 """Waits in the long run, from a replay that is too short for them.
 
 Near the capacity a queue grows and shrinks over thousands of requests. A replay of ten thousand has only a few of these
-swings, and begins with an empty server: at 95 % of the capacity the median TTFT differs by 30 % between two draws of
-the arrivals, and P90 is too low by a fifth. So the queue alone is modelled too: as many slots as the server has; each
-serves a request at a time with an equal share of the engine's work, first come first served (Kiefer and Wolfowitz
-1955). That takes a thousandth of a replay's time. It is run with the requests of the replay and with many
+swings, and begins with an empty server: at 95 % of the capacity the median TTFT differs by tens of percent between two
+draws of the arrivals, and high percentiles are too low. So the queue alone is modelled too: as many slots as the server
+has; each serves a request at a time with an equal share of the engine's work, first come first served (Kiefer and
+Wolfowitz 1955). That takes a hundredth of a replay's time. It is run with the requests of the replay and with many
 more. By as much as the request of the same rank waits longer in the long queue than in the short one, the replayed
 request waits longer too: a control variate (Law, Simulation Modeling and Analysis, 2015, section 11.4), for whole
 distributions instead of a mean.
@@ -83,8 +83,8 @@ def longer_waits(waited_us: Vector, latency_us: Vector, short_us: Vector, long_u
     ordered = np.sort(long_us)
     longer = np.interp(ranks, (np.arange(len(ordered)) + 0.5) / len(ordered), ordered) - short_us
     spread = float(np.var(short_us))
-    explained = 0.0 if spread == 0 else float(np.mean((waited_us - waited_us.mean()) * (short_us - short_us.mean())))
-    share = min(max(explained / spread, 0.0), 1.0) if spread else 0.0
+    common = float(np.mean((waited_us - waited_us.mean()) * (short_us - short_us.mean())))
+    share = min(max(common / spread, 0.0), 1.0) if spread else 0.0
     ends = ordered[(RANKS * len(ordered)).astype(int)]
     parts = [np.searchsorted(np.sort(part), ends, side="right") / len(part) for part in np.array_split(long_us, _PARTS)]
     # Consecutive requests share a queue: batch means (section 9.5 of the same book).

@@ -410,7 +410,8 @@ class Fleet:
     def _in_the_long_run(
         self, rate: float, servers: int, load: RequestLoad, wait_us: Vector, ttft_us: Vector, counts: Flags
     ) -> LongerWaits | None:
-        """Return how much longer the counted requests wait in the long run; null where hardly any waits, or for blocks.
+        """Return how much longer the counted requests wait in the long run; null where hardly any waits, or they wait
+        for blocks.
 
         Args:
             rate: Requests per second at each server.
@@ -423,26 +424,24 @@ class Fleet:
         share = min(rate / self.capacity, _LONG_RUN_SHARES[1])
         if share < _LONG_RUN_SHARES[0] or not self.waits_for_slots:
             return None
-        full, slots, count = self._full_server, self.slots, len(wait_us)
-
-        def work_us(output: Integers, prompt: Integers, cached: Integers | None) -> Vector:
-            # The first token comes out of the step that ends the prompt.
-            return full.decoded_us * (output - 1.0) + full.computed_us * (prompt - (0.0 if cached is None else cached))
-
-        sample = self.sample
-        mean_us = float(work_us(sample.output_tokens, sample.prompt_tokens, sample.cached_tokens).mean())
-
-        def waits(some: RequestLoad, arrival_us: Vector | Integers) -> Vector:
-            work = work_us(some.output_tokens, some.prompt_tokens, some.prefix_tokens) / mean_us
-            return slot_waits_us(arrival_us, work * slots * 1e6 / self.capacity, slots)
-
+        count = len(wait_us)
         longest = int(min(SWINGS / (1 - share) ** 2, _LONGEST * count))
         if longest <= count:
             return None
         drawn = draw(self.sample, longest, servers)
-        long_us = waits(drawn, drawn.arrival_us / (share * self.capacity) * 1e6)[longest // 20 :]
-        short_us = waits(load, load.arrival_us)[counts]
+        long_us = self._slot_waits_us(drawn, drawn.arrival_us / (share * self.capacity) * 1e6)[longest // 20 :]
+        short_us = self._slot_waits_us(load, load.arrival_us)[counts]
         return longer_waits(wait_us[counts], ttft_us[counts], short_us, long_us)
+
+    def _slot_waits_us(self, load: RequestLoad, arrival_us: Vector | Integers) -> Vector:
+        """Return how long requests wait in the model of the queue, which serves as many as the server can, shape
+        (n,).
+        """
+        full, sample = self._full_server, self.sample
+        mean_us = float(full.work_us(sample.output_tokens, sample.prompt_tokens - sample.cached_tokens).mean())
+        cached = 0 if load.prefix_tokens is None else load.prefix_tokens
+        work = full.work_us(load.output_tokens, load.prompt_tokens - cached) / mean_us
+        return slot_waits_us(arrival_us, work * self.slots * 1e6 / self.capacity, self.slots)
 
 
 class FullServer(NamedTuple):
@@ -453,6 +452,12 @@ class FullServer(NamedTuple):
     decoded_us: float
     computed_us: float
     request_us: float
+
+    def work_us(self, output_tokens: Integers, computed_tokens: Integers) -> Vector:
+        """Return the time of requests, shape (n,); the first token of each comes out of the step that ends its
+        prompt.
+        """
+        return np.asarray(self.decoded_us * (output_tokens - 1.0) + self.computed_us * computed_tokens)
 
 
 def full_server(steps: pl.DataFrame, requests: int, begin_us: float, end_us: float) -> FullServer:
