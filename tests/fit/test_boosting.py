@@ -8,12 +8,17 @@ import sklearn
 from sklearn.ensemble import HistGradientBoostingRegressor
 from threadpoolctl import threadpool_limits
 
-from tracefit.fit.boosting import LEAVES, TREES, boosted
+from tracefit.fit.boosting import LEARNING_RATE, LEAVES, MOST_BINS, TREES, boosted
 
 
 def _expected(features, y, evaluated):
     library = HistGradientBoostingRegressor(
-        max_iter=TREES, learning_rate=0.2, max_leaf_nodes=LEAVES, early_stopping=False, random_state=0
+        max_iter=TREES,
+        learning_rate=LEARNING_RATE,
+        max_leaf_nodes=LEAVES,
+        max_bins=MOST_BINS,
+        early_stopping=False,
+        random_state=0,
     )
     with threadpool_limits(1):
         return library.fit(features, y).predict(evaluated)

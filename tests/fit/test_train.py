@@ -111,7 +111,7 @@ def test_the_reference_is_gradient_boosting_on_the_same_rows():
     frame = _frame(120)
     x, y = frame.select("prefill").to_numpy().astype(float), frame["y"].to_numpy()
     boosted = HistGradientBoostingRegressor(
-        max_iter=50, learning_rate=0.2, max_leaf_nodes=8, early_stopping=False, random_state=0
+        max_iter=30, learning_rate=0.3, max_leaf_nodes=8, max_bins=63, early_stopping=False, random_state=0
     )
     with threadpool_limits(1):
         expected = np.abs(np.exp(boosted.fit(x[:84], np.log(y[:84])).predict(x[84:])) - y[84:]).mean()

@@ -1,7 +1,7 @@
 """Gradient boosting by least squares: small trees on binned features, each fitted to what those before it leave
 (Friedman 2001).
 
-Trees grow at the leaf with the largest gain first, over histograms of at most 255 bins per feature, as in LightGBM and
+Trees grow at the leaf with the largest gain first, over histograms of at most 63 bins per feature, as in LightGBM and
 in scikit-learn's `HistGradientBoostingRegressor`, whose predictions these are. That library alone takes longer to
 import than the fits of a run, and a hundred MB.
 """
@@ -15,13 +15,13 @@ import numpy as np
 if TYPE_CHECKING:
     from tracefit.statistics import Flags, Integers, Matrix, Vector
 
-TREES = 50
+TREES = 30
 LEAVES = 8
-_LEARNING_RATE = 0.2
+LEARNING_RATE = 0.3
 """Share of what a tree finds that is added to the prediction."""
 _FEWEST_IN_LEAF = 20
 """Rows of a leaf."""
-_MOST_BINS = 255
+MOST_BINS = 63
 _LEAST_GAIN = 1e-12
 """Gain over that of no split, below which rounding decides."""
 
@@ -49,8 +49,8 @@ def boosted(features: Matrix, y: Vector, evaluated: Matrix) -> Vector:
     for _ in range(TREES):
         tree = grower.tree(y - fitted)
         for leaf in tree.leaves:
-            fitted[leaf.rows] += _LEARNING_RATE * leaf.mean
-        predicted += _LEARNING_RATE * tree.predict(asked)
+            fitted[leaf.rows] += LEARNING_RATE * leaf.mean
+        predicted += LEARNING_RATE * tree.predict(asked)
     return predicted
 
 
@@ -60,9 +60,9 @@ def _edges(column: Vector) -> Vector:
     """
     known = column[~np.isnan(column)]
     values = np.unique(known)
-    if len(values) <= _MOST_BINS:
+    if len(values) <= MOST_BINS:
         return np.asarray((values[1:] + values[:-1]) / 2)
-    percents = np.linspace(0, 100, _MOST_BINS + 1)[1:-1]
+    percents = np.linspace(0, 100, MOST_BINS + 1)[1:-1]
     return np.unique(np.percentile(known, percents, method="averaged_inverted_cdf"))
 
 
