@@ -19,6 +19,7 @@ import polars as pl
 from tracefit.features import training
 from tracefit.features.law import with_law
 from tracefit.features.sets import LAW_SET, POWER, WORK_MAX, FeatureSet
+from tracefit.fit.estimators import FEW_ROUNDS
 from tracefit.fit.fitted import (
     PENALTIES,
     DeploymentOptions,
@@ -44,7 +45,7 @@ from tracefit.fit.holdout import (
 from tracefit.fit.mixes import mixes
 from tracefit.fit.noise import machine_noise
 from tracefit.fit.results import COVERED_SHARE, Missing, StepTimeSource
-from tracefit.fit.select import FOLDS
+from tracefit.fit.select import FOLDS, estimator
 from tracefit.fit.speed import with_speed
 from tracefit.fit.splits import PROMPT_FEATURES, counted_rows, mark_prefix_hits, step_frame
 from tracefit.fit.train import TrainingRows, fit_regimes, mark_outliers
@@ -60,9 +61,9 @@ from tracefit.timeline import is_at_recording_end
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
 
-    from tracefit.fit.fitted import LinearFit, Signs
-    from tracefit.fit.results import PenaltyChoice, TimeSource
-    from tracefit.fit.select import Design
+    from tracefit.features.sets import Feature
+    from tracefit.fit.fitted import LinearFit
+    from tracefit.fit.results import TimeSource
     from tracefit.options import BetaTarget
     from tracefit.server.context import Deployment, RunContext
     from tracefit.statistics import Vector
@@ -363,6 +364,8 @@ def _best_of(rows: TrainingRows, tried: list[FeatureSet], options: FitOptions) -
         return tried[0]
     # One penalty is enough to rank the ratios of one set; the sets themselves are compared with all of them.
     quick = replace(options, penalties=PENALTIES[:1])
+    # Nor does the ratio change how noisy a row is.
+    rows = rows.weighed(tried[0].features, relative=tried[0].is_relative)
     candidates = [try_features(rows, one, quick) for one in tried]
     scores = [candidate.score if candidate else math.inf for candidate in candidates]
     return tried[scores.index(min(scores))]
@@ -397,11 +400,13 @@ def try_features(rows: TrainingRows, features: FeatureSet, options: FitOptions) 
     if features.defining and {f.name for f in data.columns}.isdisjoint(features.defining):
         return None
     choice = data.ranked_first(options)
-    if _is_below_peak(data, choice, features, options.signs):
+    model = estimator(choice, options.signs, data.columns, max_iter=FEW_ROUNDS)
+    huber = model.fit_rows(data.x, data.y, data.weights).huber
+    if _is_below_peak(data.columns, model.coef_, features):
         return None
     # Short blocks: a fifth of a run in one piece may be the only one with some loads, such as the sweep before it or
     # its drain, and the error on these would be one beyond the load that the others train.
-    inside = replace(data, folds=data.blocks() % FOLDS).out_of_fold(choice, options.signs)
+    inside = replace(data, folds=data.blocks() % FOLDS, start=huber).out_of_fold(choice, options.signs)
     beyond = beyond_load(data, matrix(used.frame, [LOAD])[:, 0], options)
     return Candidate(
         features.name,
@@ -414,14 +419,14 @@ def try_features(rows: TrainingRows, features: FeatureSet, options: FitOptions) 
     )
 
 
-def _is_below_peak(data: Design, choice: PenaltyChoice, features: FeatureSet, signs: Signs) -> bool:
+def _is_below_peak(columns: Sequence[Feature], slopes: Vector, features: FeatureSet) -> bool:
     """Return whether a term that defines a set is a time at the GPU's peak, and its coefficient says that steps take
     less.
 
     Such a term stands for another cost, and its prediction fails beyond the load.
     """
-    at_peak = [f.name in features.defining and f.unit == "us" for f in data.columns]
-    return any(at_peak) and bool((data.fit(choice, signs).coef_[at_peak] < 1).any())
+    at_peak = [f.name in features.defining and f.unit == "us" for f in columns]
+    return bool((slopes[at_peak] < 1).any())
 
 
 def typical_error_pct(predicted: Vector, actual: Vector) -> float:

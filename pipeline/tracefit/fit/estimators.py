@@ -326,6 +326,9 @@ HUBER_SD = 1.345
 MAX_ITER = 30
 """Most rounds of reweighting."""
 
+FEW_ROUNDS = 5
+"""Rounds of a fit that only ranks others or weighs rows: after these a line moves by less than what it is used for."""
+
 _SETTLED_COEFFICIENTS = 1e-6
 _FLAT_SHARE = 0.05
 """Slope of a row's pull beyond the bend. In theory it is zero, but then a feature that only such rows carry would look
@@ -423,18 +426,18 @@ class RobustLinear:
     def fit_rows(self, x: Matrix, y: Vector, weights: Vector | None = None, start: Vector | None = None) -> RowWeights:
         """Fit as `fit` does, and return how much each row counted: confidence intervals need it, predictions do not."""
         self._require_rows(x, y)
-        sampled = _sampled(y, weights)
+        row_weights = sampled(y, weights)
         z, center, scale = standardised(x)
         # On standardised features one penalty strength suits all of them. `origin` is where the raw features are zero.
         origin, level = -center / scale, float(y.mean())
         rows = rows_of(z, y - level)
         settled = _SETTLED_COEFFICIENTS * (np.abs(y).max(initial=0.0) or 1.0)
-        root = np.sqrt(sampled)
+        root = np.sqrt(row_weights)
         huber_factors, fitted = np.ones(len(y)) if start is None else start, np.full(len(y), np.inf)
         nearby: Vector | None = None
         # The first fit is before any reweighting.
         for rounds in range(self.max_iter + 1):  # noqa: B007  # read after the loop
-            counted = sampled * huber_factors
+            counted = row_weights * huber_factors
             summed = moments_of(_products(rows, counted), len(y), level=level)
             intercept, slopes = line(
                 summed,
@@ -453,7 +456,7 @@ class RobustLinear:
         self.n_iter_ = rounds
         self.coef_: Vector = slopes / scale
         self.intercept_ = intercept
-        return RowWeights(counted, sampled * np.where(huber_factors < 1, _FLAT_SHARE, 1.0), huber_factors)
+        return RowWeights(counted, row_weights * np.where(huber_factors < 1, _FLAT_SHARE, 1.0), huber_factors)
 
     def _require_rows(self, x: Matrix, y: Vector) -> None:
         # A model without features is allowed: it is a constant, the baseline that other models are compared with.
@@ -484,7 +487,7 @@ class RobustLinear:
         return np.asarray(self.intercept_ + x @ self.coef_, dtype=float)
 
 
-def _sampled(y: Vector, weights: Vector | None) -> Vector:
+def sampled(y: Vector, weights: Vector | None) -> Vector:
     """Return the weights of rows with a mean of 1; shape (n,)."""
     if weights is None:
         return np.ones(len(y))

@@ -22,6 +22,7 @@ import polars as pl
 
 from tracefit.features.sets import Feature
 from tracefit.fit import splits
+from tracefit.fit.estimators import FEW_ROUNDS, MAX_ITER
 from tracefit.fit.fitted import (
     FitOptions,
     active_regime,
@@ -339,7 +340,7 @@ def beyond_load(data: Design, load: Vector, options: FitOptions) -> tuple[Vector
     if cut is None:
         return None
     upper = load > cut
-    return _fitted_below(data, ~upper, options)(data.x[upper]), upper
+    return _fitted_below(data, ~upper, options, max_iter=FEW_ROUNDS)(data.x[upper]), upper
 
 
 def mean_error(data: Design, predicted: Vector, rows: Flags) -> float:
@@ -348,11 +349,13 @@ def mean_error(data: Design, predicted: Vector, rows: Flags) -> float:
     return float(np.abs(predicted - data.y[rows]) @ counts / counts.sum())
 
 
-def _fitted_below(data: Design, lower: Flags, options: FitOptions) -> Callable[[Matrix], Vector]:
+def _fitted_below(
+    data: Design, lower: Flags, options: FitOptions, *, max_iter: int = MAX_ITER
+) -> Callable[[Matrix], Vector]:
     """Fit the `lower` rows and return a function that predicts features of shape (n, n_features), clipped at 0."""
     kept, _ = usable_features(data.x[lower], [c.name for c in data.columns])
     below = data.part(lower, kept)
-    model = below.fit(below.ranked_first(options), options.signs)
+    model = below.fit(below.ranked_first(options), options.signs, max_iter=max_iter)
     return lambda features: np.asarray(np.maximum(model.predict(features[:, kept]), 0.0))
 
 

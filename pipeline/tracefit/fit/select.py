@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tracefit.features.sets import PADDED_OF, PRODUCTS
-from tracefit.fit.estimators import MAX_ITER, RobustLinear, Sums, line, rows_of, standardised
+from tracefit.fit.estimators import FEW_ROUNDS, MAX_ITER, RobustLinear, Sums, line, rows_of, sampled, standardised
 from tracefit.fit.fitted import PENALTIES
 from tracefit.fit.results import PenaltyChoice
 from tracefit.models.schema import OmittedFeature
@@ -43,9 +43,6 @@ MIN_VARIED_ROWS = 20
 rows."""
 
 FOLDS = 5
-FOLD_ROUNDS = 5
-"""Rounds of reweighting for the folds: they only rank penalties, which takes few."""
-
 _TIE = 1e-3
 """Penalties whose errors differ by a smaller share tie."""
 
@@ -115,6 +112,10 @@ def _unusable(column: Vector) -> str | None:
         return f"unknown on {unknown} of {column.size} training rows"
     if np.ptp(column) <= 1e-12 * max(1.0, float(np.abs(column).max())):
         return f"constant in the training rows ({column[0]:.6g})"
+    middle = float(np.partition(column, column.size // 2)[column.size // 2])
+    # A value of more than half of the rows is the middle one; without one, enough rows differ from each.
+    if column.size >= 2 * MIN_VARIED_ROWS and np.count_nonzero(column != middle) >= MIN_VARIED_ROWS:
+        return None
     values, counts = np.unique(column, return_counts=True)
     varied, common = column.size - int(counts.max()), values[int(np.argmax(counts))]
     too_few = f"differs from {common:.6g} on only {varied} of {column.size} training rows"
@@ -186,9 +187,10 @@ class Design:
         """Return which rows are in the last `share` of their run in time, to a permille; shape (n,)."""
         return time_blocks(self.run, self.time, _PERMILLE) >= round((1 - share) * _PERMILLE)
 
-    def fit(self, choice: PenaltyChoice, signs: Signs) -> RobustLinear:
+    def fit(self, choice: PenaltyChoice, signs: Signs, *, max_iter: int = MAX_ITER) -> RobustLinear:
         """Fit all rows with a penalty that was chosen."""
-        return estimator(choice, signs, self.columns).fit(self.x, self.y, self.weights, self.start)
+        model = estimator(choice, signs, self.columns, max_iter=max_iter)
+        return model.fit(self.x, self.y, self.weights, self.start)
 
     def choose_penalty(self, options: FitOptions) -> PenaltyChoice:
         """Choose penalty and strength by cross-validation over the folds, blocks of time.
@@ -227,7 +229,8 @@ class Design:
         """Yield the rows of each fold, and predictions of them by every candidate fitted on the rows of the other
         folds.
 
-        All lines share the Huber weights of a short fit of all rows with the penalty `weighed`. With the weights fixed,
+        All lines share the Huber weights of the earlier fit of these rows (`start`), or else of a short one with the
+        penalty `weighed`. With the weights fixed,
         the sums over the other folds are those over all rows without the fold's: each fold costs one pass over its own
         rows, and each candidate a system of the size of the number of features. The lines are those that least squares
         with these weights find on the other rows.
@@ -239,8 +242,11 @@ class Design:
         folds = np.unique(self.folds)
         if len(folds) < 2:
             return
-        model = estimator(weighed, signs, self.columns, max_iter=FOLD_ROUNDS)
-        weights = model.fit_rows(self.x, self.y, self.weights, self.start).final
+        model = estimator(weighed, signs, self.columns, max_iter=FEW_ROUNDS)
+        if self.start is None:
+            weights = model.fit_rows(self.x, self.y, self.weights).final
+        else:
+            weights = sampled(self.y, self.weights) * self.start
         z, center, scale = standardised(self.x)
         level = float(self.y.mean())
         rows = rows_of(z, self.y - level)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import polars as pl
 
-from tracefit.fit.estimators import RobustLinear
+from tracefit.fit.estimators import FEW_ROUNDS, RobustLinear
 from tracefit.fit.fitted import matrix, target_of
 from tracefit.fit.select import usable_features
 from tracefit.fit.splits import MIN_TRAIN_ROWS
@@ -72,7 +72,7 @@ def with_speed(rows: pl.DataFrame, features: Sequence[Feature]) -> tuple[pl.Data
         return plain, None
     x, y = matrix(used, known), target_of(used)
     kept, _ = usable_features(x[is_train], known)
-    model = RobustLinear(positive=True).fit(x[is_train][:, kept], y[is_train])
+    model = RobustLinear(max_iter=FEW_ROUNDS, positive=True).fit(x[is_train][:, kept], y[is_train])
     rough = np.maximum(model.predict(x[:, kept]), 1e-3 * float(np.median(y)))
     stretch, batch = _stretches(used), _batches(used, rough)
     effects, noise = _polished(np.log(y / rough), batch, stretch)

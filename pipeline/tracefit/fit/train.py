@@ -18,7 +18,7 @@ import numpy as np
 import polars as pl
 
 from tracefit.fit import splits
-from tracefit.fit.estimators import RobustLinear, bounds_of, confidence_intervals
+from tracefit.fit.estimators import FEW_ROUNDS, RobustLinear, bounds_of, confidence_intervals
 from tracefit.fit.fitted import (
     NON_NEGATIVE,
     FittedRegime,
@@ -116,6 +116,14 @@ class TrainingRows:
         """Take the rows of a training frame whose outliers are marked."""
         included = rows.filter(pl.col("excluded_reason").is_null())
         return cls(included, _thinned(included.filter(split="train")))
+
+    def weighed(self, features: Sequence[Feature], *, relative: bool = False) -> Self:
+        """Return the rows with the weights that a fit of these features gives them, which other fits then take."""
+        weighed = self.design(features, relative=relative)
+        # Fits of rows that do not know all of these features have weights of their own.
+        if weighed is None or weighed[0] is not self.used:
+            return self
+        return replace(self, used=replace(self.used, weights=(weighed[1].counts, weighed[1].weights)))
 
     def design(self, features: Sequence[Feature], *, relative: bool = False) -> tuple[FitRows, Design] | None:
         """Return the training rows that know these features, as they are and as arrays; null where rows or features are
@@ -372,6 +380,7 @@ class FitRows:
         noise: Steps of each row and the standard deviation of its time that comes from the clocks; null if all rows are
             alike.
         scale: Typical target of each row's deployment; null where one deployment is fitted.
+        weights: `counts` and `weights` of a `Design` of these rows, without `scale`; null: each fit finds its own.
         run: Number of the server.
         time: When each row began.
         folds: Number of the block of time, for cross-validation.
@@ -384,6 +393,7 @@ class FitRows:
     run: Integers
     time: Integers
     folds: Integers
+    weights: tuple[Vector, Vector] | None = None
 
     @classmethod
     def of(cls, frame: pl.DataFrame) -> Self:
@@ -429,14 +439,22 @@ def design_of(
     everything, y = matrix(used.frame, names), used.y
     kept, left = usable_features(everything, names)
     x = np.asfortranarray(everything[:, kept])
-    counts = weights = np.ones(len(y))
-    if used.noise is not None:
-        counts = interval_weights(x, y, *used.noise)
-        weights = relative_weights(x, y, counts) if relative else noise_weights(x, y, counts)
+    counts, weights = _weights_of(used, x, relative=relative)
     if used.scale is not None:
         counts, weights = counts / used.scale**2, weights / used.scale**2
     design = Design([features[k] for k in kept], x, y, weights, counts, used.run, used.time, used.folds)
     return design, left
+
+
+def _weights_of(used: FitRows, x: Matrix, *, relative: bool) -> tuple[Vector, Vector]:
+    """Return `counts` and `weights` of a `Design`, before they are divided by the scale of deployments."""
+    if used.noise is None:
+        ones = np.ones(len(used.y))
+        return ones, ones
+    if used.weights is not None:
+        return used.weights
+    counts = interval_weights(x, used.y, *used.noise)
+    return counts, relative_weights(x, used.y, counts) if relative else noise_weights(x, used.y, counts)
 
 
 _MIN_STANDARD_ERRORS = 2.0
@@ -462,7 +480,7 @@ def interval_weights(x: Matrix, y: Vector, steps: Vector, sd: Vector) -> Vector:
     """
     if np.all(steps == steps[0]) and not np.any(sd):
         return np.ones(len(y))
-    residual = (y - RobustLinear().fit(x, y, steps).predict(x)) * np.sqrt(steps)
+    residual = (y - RobustLinear(max_iter=FEW_ROUNDS).fit(x, y, steps).predict(x)) * np.sqrt(steps)
     single_sd = robust_sd(residual)
     variance = single_sd**2 / steps + sd**2
     # A model that fits exactly leaves no variance: no row may weigh infinitely much.
@@ -494,7 +512,7 @@ def noise_weights(x: Matrix, y: Vector, weights: Vector) -> Vector:
     """Return weights times the inverse variance of noise that grows with the time of a step, mean 1; shape
     (n_rows,).
     """
-    predicted = RobustLinear().fit(x, y, weights).predict(x)
+    predicted = RobustLinear(max_iter=FEW_ROUNDS).fit(x, y, weights).predict(x)
     exponent = noise_exponent((y - predicted) * np.sqrt(weights), predicted)
     if exponent == 0:
         return weights
@@ -513,7 +531,7 @@ def relative_weights(x: Matrix, y: Vector, weights: Vector) -> Vector:
     # In stamps of whole seconds most times may be zero.
     least = _LEAST_CURVE_SHARE * (median(y) or float(y.mean()) or 1.0)
     first = weights / np.maximum(y, least) ** 2
-    predicted = RobustLinear(positive=True).fit(x, y, first).predict(x)
+    predicted = RobustLinear(max_iter=FEW_ROUNDS, positive=True).fit(x, y, first).predict(x)
     both = weights / np.maximum(predicted, least) ** 2
     return np.asarray(both / both.mean())
 
