@@ -64,12 +64,12 @@ def median(values: Vector) -> float:
     if not len(values):
         return math.nan
     middle = len(values) // 2
-    # Both middle ranks: numpy finds two of several thousand values in a quarter of the time that it takes for one.
-    parted = np.partition(values, (max(middle - 1, 0), middle))
+    # The upper middle rank: numpy finds one in a quarter of the time that it takes for both.
+    parted = np.partition(values, middle)
     if math.isnan(float(values.sum())):
         return math.nan
     upper = float(parted[middle])
-    return upper if len(values) % 2 else (float(parted[middle - 1]) + upper) / 2
+    return upper if len(values) % 2 else (float(parted[:middle].max()) + upper) / 2
 
 
 def robust_sd(values: Vector) -> float:

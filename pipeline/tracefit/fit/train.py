@@ -349,7 +349,8 @@ def learning_curve(
         # The last point is the model itself.
         if share < 1:
             for index, (regime, design, used) in enumerate(zip(regimes, designs, latest, strict=True)):
-                model = estimator(regime.choice, regime.signs, design.columns)
+                # It starts from the fit of all rows.
+                model = estimator(regime.choice, regime.signs, design.columns, max_iter=FEW_ROUNDS)
                 part = design.part(used)
                 model.fit(part.x, part.y, part.weights, part.start)
                 terms = linear_terms(design.columns, model.coef_, design.x)
