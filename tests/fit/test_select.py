@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from designs import plain_design
-from tracefit.fit.estimators import RobustLinear, line, moments, standardised
+from tracefit.fit.estimators import FEW_ROUNDS, RobustLinear, line, moments, standardised
 from tracefit.fit.fitted import ANY_SIGN, NON_NEGATIVE, PENALTIES, FitOptions
 from tracefit.fit.results import PenaltyChoice
-from tracefit.fit.select import FOLD_ROUNDS, collinearity, time_blocks, usable_features
+from tracefit.fit.select import collinearity, time_blocks, usable_features
 
 
 def _choice(x, y, blocks, **options):
@@ -215,7 +215,7 @@ def test_lines_of_folds_are_those_of_refits_on_the_rows_of_the_other_folds(signs
     first = PenaltyChoice("ridge", 1e-8, 0.0, 0)
     design = plain_design(x, y, blocks)
     positive = signs.of(design.columns)
-    weights = RobustLinear("ridge", 1e-8, max_iter=FOLD_ROUNDS, positive=positive).fit_rows(x, y).final
+    weights = RobustLinear("ridge", 1e-8, max_iter=FEW_ROUNDS, positive=positive).fit_rows(x, y).final
     folds = list(design.left_out(first, PENALTIES, signs))
     assert [int(test.sum()) for test, _ in folds] == [60] * 5
     for test, predictions in folds:

@@ -341,13 +341,13 @@ def _latency(rows: pl.DataFrame, name: str) -> Latency:
 
 def _errors(rows: pl.DataFrame, name: str, median: float | None) -> tuple[Metrics, Metrics, Metrics, Metrics]:
     """Return the fields of `LatencyErrors`."""
+    actual = rows["actual"].to_numpy().astype(float)
 
     def against(way: str) -> Metrics:
-        evaluated = rows.drop_nulls(f"{way}_{name}")
-        predicted = np.maximum(evaluated[f"{way}_{name}"].to_numpy().astype(float), 0.0)
-        return measure(evaluated["actual"].to_numpy().astype(float), predicted)
+        predicted = rows[f"{way}_{name}"]
+        known = predicted.is_not_null().to_numpy()
+        return measure(actual[known], np.maximum(predicted.to_numpy().astype(float)[known], 0.0))
 
-    actual = rows["actual"].to_numpy().astype(float)
     baseline = NO_ROWS if median is None else measure(actual, np.full(len(actual), median))
     return against("predicted"), against("state"), against("refit"), baseline
 
