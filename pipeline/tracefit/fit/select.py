@@ -8,6 +8,7 @@ resemble each other, so that random folds would let a model see its test rows' n
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -64,57 +65,61 @@ def usable_features(x: Matrix, names: Sequence[str]) -> tuple[list[int], list[Om
     """Return the features, in the order declared, that are known, vary and are not a mix of the features before them.
 
     A feature is a mix of the kept ones when its variance inflation against them exceeds its limit: 1 / (1 - R^2) >
-    limit, with R^2 of its regression on a constant and the kept features. The regressions share one orthonormal basis
-    of the kept features, which grows by one vector per kept feature (Gram-Schmidt).
+    limit, with R^2 of its regression on a constant and the kept features, which their correlations give.
 
     Returns:
         Kept column indices, and the other features with reasons.
     """
     kept: list[int] = []
     left_out: list[OmittedFeature] = []
-    # Fortran order: columns are added and multiplied one by one.
-    vectors, units = np.empty((len(x), len(names) + 1), order="F"), np.empty((len(x), len(names)), order="F")
-    vectors[:, 0] = 1 / np.sqrt(max(len(x), 1))
-    for index, name in enumerate(names):
-        collinear_with: tuple[str, ...] = ()
-        reason = _unusable(x[:, index])
-        if reason is None:
-            basis = vectors[:, : len(kept) + 1]
-            centered = x[:, index] - x[:, index].mean()
-            unit = centered / np.linalg.norm(centered)
-            residual = unit - basis @ (unit @ basis)
-            # The second projection removes the rounding errors of the first ("twice is enough", Kahan).
-            residual -= basis @ (residual @ basis)
-            # 1 - R^2: the share of the feature's variance that the kept features leave unexplained.
-            unexplained = float(residual @ residual)
-            is_derived = name in _PRODUCTS or PADDED_OF.get(name) in {names[k] for k in kept}
-            if unexplained * (MAX_DERIVED_VIF if is_derived else MAX_VIF) >= 1:
-                vectors[:, len(kept) + 1] = residual / np.linalg.norm(residual)
-                units[:, len(kept)] = unit
-                kept.append(index)
-                continue
-            alike = np.abs(unit @ units[:, : len(kept)])
-            nearest = names[kept[int(np.argmax(alike))]]
-            # A mix of several features goes with none of them.
-            collinear_with = (nearest,) if (1 - alike.max() ** 2) * MAX_VIF < 1 else ()
-            inflation = "infinite" if unexplained < 1e-10 else f"{1 / unexplained:.0f}"
-            reason = f"collinear with the features before it, closest {nearest} (variance inflation {inflation})"
-        left_out.append(OmittedFeature(name, reason, collinear_with=collinear_with))
+    reasons = [_unusable(column) for column in x.T]
+    correlations = _correlations(x, [k for k, reason in enumerate(reasons) if reason is None])
+    for index, (name, reason) in enumerate(zip(names, reasons, strict=True)):
+        if reason is not None:
+            left_out.append(OmittedFeature(name, reason))
+            continue
+        with_kept = correlations[index, kept]
+        # 1 - R^2: the share of the feature's variance that the kept features leave unexplained. These are no mixes of
+        # each other, so that their correlations are far from singular.
+        unexplained = 1 - float(with_kept @ np.linalg.solve(correlations[np.ix_(kept, kept)], with_kept))
+        is_derived = name in _PRODUCTS or PADDED_OF.get(name) in {names[k] for k in kept}
+        if unexplained * (MAX_DERIVED_VIF if is_derived else MAX_VIF) >= 1:
+            kept.append(index)
+            continue
+        alike = np.abs(with_kept)
+        nearest = names[kept[int(np.argmax(alike))]]
+        # A mix of several features goes with none of them.
+        collinear_with = (nearest,) if (1 - alike.max() ** 2) * MAX_VIF < 1 else ()
+        inflation = "infinite" if unexplained < 1e-10 else f"{1 / unexplained:.0f}"
+        mix = f"collinear with the features before it, closest {nearest} (variance inflation {inflation})"
+        left_out.append(OmittedFeature(name, mix, collinear_with=collinear_with))
     return kept, left_out
+
+
+def _correlations(x: Matrix, columns: list[int]) -> Matrix:
+    """Return the correlations between some of the features, none of them constant, at their places in an array of shape
+    (n_features, n_features).
+    """
+    centered = x[:, columns] - x[:, columns].mean(axis=0)
+    units = centered / np.sqrt(np.einsum("ij,ij->j", centered, centered))
+    correlations = np.zeros((x.shape[1], x.shape[1]))
+    correlations[np.ix_(columns, columns)] = units.T @ units
+    return correlations
 
 
 def _unusable(column: Vector) -> str | None:
     """Return why a feature cannot be fitted by itself; null where it can."""
-    unknown = int((~np.isfinite(column)).sum())
-    if unknown == column.size:
+    if not column.size:
         return "not known in these runs"
-    if unknown:
-        return f"unknown on {unknown} of {column.size} training rows"
-    if np.ptp(column) <= 1e-12 * max(1.0, float(np.abs(column).max())):
+    low, high = float(column.min()), float(column.max())
+    if not (math.isfinite(low) and math.isfinite(high)):
+        unknown = int((~np.isfinite(column)).sum())
+        all_unknown = unknown == column.size
+        return "not known in these runs" if all_unknown else f"unknown on {unknown} of {column.size} training rows"
+    if high - low <= 1e-12 * max(1.0, abs(low), abs(high)):
         return f"constant in the training rows ({column[0]:.6g})"
-    middle = float(np.partition(column, column.size // 2)[column.size // 2])
-    # A value of more than half of the rows is the middle one; without one, enough rows differ from each.
-    if column.size >= 2 * MIN_VARIED_ROWS and np.count_nonzero(column != middle) >= MIN_VARIED_ROWS:
+    # A row that differs from the most common value makes two changes at most.
+    if np.count_nonzero(column[1:] != column[:-1]) >= 2 * MIN_VARIED_ROWS:
         return None
     values, counts = np.unique(column, return_counts=True)
     varied, common = column.size - int(counts.max()), values[int(np.argmax(counts))]
