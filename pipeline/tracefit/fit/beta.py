@@ -364,8 +364,6 @@ def _best_of(rows: TrainingRows, tried: list[FeatureSet], options: FitOptions) -
         return tried[0]
     # One penalty is enough to rank the ratios of one set; the sets themselves are compared with all of them.
     quick = replace(options, penalties=PENALTIES[:1])
-    # Nor does the ratio change how noisy a row is.
-    rows = rows.weighed(tried[0].features, relative=tried[0].is_relative)
     candidates = [try_features(rows, one, quick) for one in tried]
     scores = [candidate.score if candidate else math.inf for candidate in candidates]
     return tried[scores.index(min(scores))]

@@ -117,14 +117,6 @@ class TrainingRows:
         included = rows.filter(pl.col("excluded_reason").is_null())
         return cls(included, _thinned(included.filter(split="train")))
 
-    def weighed(self, features: Sequence[Feature], *, relative: bool = False) -> Self:
-        """Return the rows with the weights that a fit of these features gives them, which other fits then take."""
-        weighed = self.design(features, relative=relative)
-        # Fits of rows that do not know all of these features have weights of their own.
-        if weighed is None or weighed[0] is not self.used:
-            return self
-        return replace(self, used=replace(self.used, weights=(weighed[1].counts, weighed[1].weights)))
-
     def design(self, features: Sequence[Feature], *, relative: bool = False) -> tuple[FitRows, Design] | None:
         """Return the training rows that know these features, as they are and as arrays; null where rows or features are
         too few.
@@ -381,7 +373,6 @@ class FitRows:
         noise: Steps of each row and the standard deviation of its time that comes from the clocks; null if all rows are
             alike.
         scale: Typical target of each row's deployment; null where one deployment is fitted.
-        weights: `counts` and `weights` of a `Design` of these rows, without `scale`; null: each fit finds its own.
         run: Number of the server.
         time: When each row began.
         folds: Number of the block of time, for cross-validation.
@@ -394,7 +385,6 @@ class FitRows:
     run: Integers
     time: Integers
     folds: Integers
-    weights: tuple[Vector, Vector] | None = None
 
     @classmethod
     def of(cls, frame: pl.DataFrame) -> Self:
@@ -440,22 +430,14 @@ def design_of(
     everything, y = matrix(used.frame, names), used.y
     kept, left = usable_features(everything, names)
     x = np.asfortranarray(everything[:, kept])
-    counts, weights = _weights_of(used, x, relative=relative)
+    counts = weights = np.ones(len(y))
+    if used.noise is not None:
+        counts = interval_weights(x, y, *used.noise)
+        weights = relative_weights(x, y, counts) if relative else noise_weights(x, y, counts)
     if used.scale is not None:
         counts, weights = counts / used.scale**2, weights / used.scale**2
     design = Design([features[k] for k in kept], x, y, weights, counts, used.run, used.time, used.folds)
     return design, left
-
-
-def _weights_of(used: FitRows, x: Matrix, *, relative: bool) -> tuple[Vector, Vector]:
-    """Return `counts` and `weights` of a `Design`, before they are divided by the scale of deployments."""
-    if used.noise is None:
-        ones = np.ones(len(used.y))
-        return ones, ones
-    if used.weights is not None:
-        return used.weights
-    counts = interval_weights(x, used.y, *used.noise)
-    return counts, relative_weights(x, used.y, counts) if relative else noise_weights(x, used.y, counts)
 
 
 _MIN_STANDARD_ERRORS = 2.0
