@@ -12,11 +12,13 @@ import os
 import sys
 import time
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
+
+from msgspec.structs import replace
 
 # One thread per worker of the suite: on two cores, threads that wait for each other cost more than the tests.
 os.environ["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")

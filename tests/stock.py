@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
 
 import numpy as np
 import polars as pl
@@ -21,8 +20,7 @@ class Sum(RooflineLaw):
         return self.compute_us(step) + self.memory_us(step) + self.base_us
 
 
-@dataclass(frozen=True)
-class Padded(LinearLaw):
+class Padded(LinearLaw, frozen=True):
     """Decode batches padded to a power of two, 60 us a request."""
 
     def step_us(self, step):

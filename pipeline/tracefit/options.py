@@ -12,9 +12,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+from msgspec.structs import replace
 
 from tracefit.errors import UsageError, either
 
@@ -27,8 +30,7 @@ BetaTarget = Literal["auto", "clock", "duration"]
 Completion = Literal["deployments", "runs", "gpus", "consumers"]
 
 
-@dataclass(frozen=True, slots=True)
-class OptionFlag:
+class OptionFlag(msgspec.Struct, frozen=True):
     """How an option is written on the command line.
 
     Attributes:
@@ -448,8 +450,7 @@ class ServerOptions:
     settings: Mapping[str, object] | None = option(None, flag="--set", metavar="KEY=VALUE")
 
 
-@dataclass(frozen=True, slots=True)
-class BuildLimits:
+class BuildLimits(msgspec.Struct, frozen=True):
     """How much of a run is in memory while its tables are built.
 
     Attributes:

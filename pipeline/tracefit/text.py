@@ -7,8 +7,9 @@ their settings if that is enough to distinguish them.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+import msgspec
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -127,8 +128,7 @@ def indented(text: str) -> str:
 # -- names of deployments ------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class DeploymentLabel:
+class DeploymentLabel(msgspec.Struct, frozen=True):
     """A deployment as people write it.
 
     Attributes:

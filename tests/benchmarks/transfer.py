@@ -16,12 +16,13 @@ from __future__ import annotations
 import argparse
 import tempfile
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+from msgspec.structs import replace
 
 import tracefit
 from tracefit.coefficients.boxed import boxed_law

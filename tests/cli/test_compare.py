@@ -272,7 +272,7 @@ def compared(tracefit, served, tmp_path):
 
 def _slower(factor):
     plain = LinearLaw()
-    return LinearLaw(**{name: factor * getattr(plain, name) for name in LinearLaw.__dataclass_fields__})
+    return LinearLaw(**{name: factor * getattr(plain, name) for name in LinearLaw.__struct_fields__})
 
 
 def test_the_same_server_at_another_load_is_good(compared):

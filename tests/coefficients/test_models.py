@@ -9,10 +9,10 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from dataclasses import replace
 
 import polars as pl
 import pytest
+from msgspec.structs import replace
 
 import tracefit
 from tracefit.errors import UsageError

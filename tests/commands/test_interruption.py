@@ -9,10 +9,10 @@ import os
 import subprocess
 import sys
 import threading
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from tracefit import DataError, UsageError, ingest
 from tracefit.commands.ingest import ingest_inputs

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import msgspec
 import polars as pl
 import pytest
 
@@ -76,13 +77,13 @@ def test_simplifications_of_blis_are_kept(step, load, gpu):
 
 
 def test_kv_takes_two_bytes_whatever_the_model_says(step, dense, gpu):
-    small = replace(dense, kv_bytes=1.0)
+    small = msgspec.structs.replace(dense, kv_bytes=1.0)
 
     assert terms(step, small, gpu) == terms(step, dense, gpu)
 
 
 def test_weights_of_one_byte_compute_in_fp8_where_the_gpu_has_it(step, dense, gpu):
-    arch = replace(dense, ffn_weight_bytes=1.0)
+    arch = msgspec.structs.replace(dense, ffn_weight_bytes=1.0)
     fast = replace(gpu, compute_tflops_fp8=0.002)
     slow_us = terms(step, arch, gpu)["blis_prefill_compute_us"]
 

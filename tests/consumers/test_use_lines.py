@@ -15,13 +15,13 @@ import shlex
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import polars as pl
 import pytest
 import yaml
+from msgspec.structs import replace
 
 import tracefit
 from tracefit.commands.export import export

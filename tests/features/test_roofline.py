@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import msgspec
 import numpy as np
 import polars as pl
 import pytest
@@ -124,7 +125,7 @@ def test_latent_attention_is_whole_on_every_rank(step, dense, gpu, with_attentio
 
 def test_fp8_doubles_the_rate_of_the_matrices_alone(step, dense, gpu):
     fast = replace(gpu, compute_tflops_fp8=0.002)
-    arch = replace(dense, fp8_compute=True)
+    arch = msgspec.structs.replace(dense, fp8_compute=True)
 
     assert terms(step, arch, fast)["prefill_compute_us"] == pytest.approx((20 * 2304 / 2 + 12800 + 320) / 1000)
     assert terms(step, dense, fast) == terms(step, dense, gpu)
@@ -133,7 +134,7 @@ def test_fp8_doubles_the_rate_of_the_matrices_alone(step, dense, gpu):
 
 def test_fp8_rate_is_that_of_every_rank(step, dense, gpu):
     fast = replace(gpu, compute_tflops_fp8=0.002)
-    arch = replace(dense, fp8_compute=True)
+    arch = msgspec.structs.replace(dense, fp8_compute=True)
 
     assert terms(step, arch, fast, tp=2)["prefill_compute_us"] == pytest.approx(
         terms(step, arch, fast)["prefill_compute_us"] / 2
@@ -344,7 +345,7 @@ def test_context_that_may_not_be_read_does_not_count(step, dense, gpu, with_atte
     [(2.0, 0.002, 0.004, 1), (1.0, 0.002, 0.004, 2), (1.0, None, None, 2), (0.5, 0.002, 0.004, 4)],
 )
 def test_the_fastest_data_type_of_the_model_counts(step, dense, gpu, weight_bytes, fp8, fp4, rate):
-    arch = replace(
+    arch = msgspec.structs.replace(
         dense,
         attention_weight_bytes=weight_bytes,
         ffn_weight_bytes=weight_bytes,

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import doctest
-from dataclasses import replace
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 from scipy.optimize import lsq_linear, nnls
 from scipy.special import stdtrit
 from scipy.stats import norm

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
+import msgspec
 import numpy as np
 import polars as pl
 import pytest
@@ -167,7 +168,7 @@ def test_few_known_steps_of_a_server_are_scaled_up_to_all():
     )
     # The last known step of a sample ends it: steps 0 to 90.
     rows = pl.concat([fitted.rows.filter(split="train"), two.cast(fitted.rows.schema)])
-    summed = summed_holdout(replace(fitted, rows=rows))
+    summed = summed_holdout(msgspec.structs.replace(fitted, rows=rows))
     assert summed.actual_us == pytest.approx(91 * 1_000 + 100 * 500)
     assert summed.steps_known_pct == pytest.approx(100 * 110 / 191)
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 
 import polars as pl
 import pytest
+from msgspec.structs import replace
 
 import tracefit
 from tracefit.commands.requests import phase_columns

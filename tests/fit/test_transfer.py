@@ -1,11 +1,11 @@
 """Transfer: laws with planted coefficients, found on some servers and asked for on others."""
 
 import json
-from dataclasses import replace
 
 import numpy as np
 import polars as pl
 import pytest
+from msgspec.structs import replace
 
 from tracefit.features.law import LAW_BATCH_COLUMNS, LAW_TERMS, kernels_of
 from tracefit.fit.fitted import target_of

@@ -6,10 +6,12 @@ import ast
 import json
 import re
 import sys
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import pytest
+from msgspec.structs import replace
 
 import tracefit
 from tracefit.reports.trained import RunResult, TrainResult
@@ -84,12 +86,11 @@ class _Row:
     error: float | None
 
 
-@dataclass(frozen=True, slots=True)
-class _Result(Shown):
+class _Result(Shown, frozen=True):
     folder: Path
     count: int
     rows: tuple[_Row, ...]
-    verdicts: dict[str, dict[str, str]] = field(default_factory=dict)
+    verdicts: dict[str, dict[str, str]] = msgspec.field(default_factory=dict)
     nothing: tuple[str, ...] = ()
 
 

@@ -21,6 +21,7 @@ import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import polars as pl
 
@@ -36,7 +37,7 @@ ROOT = Path(__file__).parents[2]
 PERCENTILES = (50, 90, 99)
 MIN_STRICT = 30
 
-LLAMA_2_7B = replace(
+LLAMA_2_7B = msgspec.structs.replace(
     MODELS["llama-8b"],
     served_name="meta-llama/Llama-2-7b-hf",
     ffn_size=11_008,
@@ -44,7 +45,7 @@ LLAMA_2_7B = replace(
     vocab_size=32_000,
     max_position_embeddings=4_096,
 )
-MISTRAL_7B = replace(
+MISTRAL_7B = msgspec.structs.replace(
     MODELS["llama-8b"],
     served_name="mistralai/Mistral-7B-v0.1",
     architecture="MistralForCausalLM",
@@ -52,14 +53,14 @@ MISTRAL_7B = replace(
     vocab_size=32_000,
     max_position_embeddings=32_768,
 )
-CODELLAMA_34B = replace(
+CODELLAMA_34B = msgspec.structs.replace(
     MODELS["llama-70b"],
     served_name="codellama/CodeLlama-34b-Instruct-hf",
     num_layers=48,
     ffn_size=22_016,
     max_position_embeddings=16_384,
 )
-QWEN3_14B = replace(
+QWEN3_14B = msgspec.structs.replace(
     MODELS["llama-8b"],
     served_name="Qwen/Qwen3-14B",
     architecture="Qwen3ForCausalLM",

@@ -196,7 +196,7 @@ def test_truth_is_in_the_run_folder(small, tmp_path):
         assert pl.read_csv(data, schema=dict(columns)).equals(frame)
 
 
-def test_truth_names_a_law_that_is_no_dataclass(tmp_path):
+def test_truth_names_a_law_without_fields(tmp_path):
     class Constant:
         def step_us(self, step):
             return 4_000.0

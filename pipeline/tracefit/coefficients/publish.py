@@ -10,11 +10,12 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from importlib.metadata import version
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, get_args
 
+import msgspec
 import polars as pl
 
 from tracefit._version import __version__
@@ -253,8 +254,7 @@ def _inputs_hash(deployment: FittedDeployment) -> str:
 # -- the evaluation --------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Operation:
+class Operation(msgspec.Struct, frozen=True):
     """The work of a deployment's servers, as recorded, and what one of them can carry.
 
     Attributes:
@@ -416,7 +416,7 @@ def _timeline(deployment: FittedDeployment) -> documents.TimelineEntry:
         idle_gaps=timeline.filter(pl.col("cycle_us").is_not_null() & pl.col("idle_after")).height,
         step_sampling=mean_of(runs["step_sampling"]),
         journey_sampling=mean_of(runs["journey_sampling"]),
-        **asdict(deployment.source),
+        **msgspec.structs.asdict(deployment.source),
         execution_lag_steps=max(tables.lags.values(), default=0),
         clock_checked_events=_sum(tables.clock_checks, "events"),
         clock_disagreements=_sum(tables.clock_checks, "disagreeing"),

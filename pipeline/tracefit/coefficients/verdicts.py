@@ -7,9 +7,11 @@ one, or a missing model, forbids it. A use is as good as the worst of its measur
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
+from msgspec.structs import replace
 
 from tracefit.coefficients.documents import Criterion, Verdict, VerdictAnswer
 from tracefit.errors import UsageError, did_you_mean
@@ -41,8 +43,7 @@ class Measurements(NamedTuple):
     served: tuple[RequestGroup, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Measure:
+class Measure(msgspec.Struct, frozen=True):
     """A number of one model's validation and its name in messages; null where there is no such model or number."""
 
     models: tuple[str, ...]
@@ -173,8 +174,7 @@ def _far_off_pct(noise_pct: float, change_pct: float) -> float:
     return 100 * (1 - expected * kept if change_pct >= 0 else expected / kept - 1)
 
 
-@dataclass(frozen=True, slots=True)
-class Threshold:
+class Threshold(msgspec.Struct, frozen=True):
     """Values of a measure from which on it allows a use, or allows it with limits."""
 
     use: str

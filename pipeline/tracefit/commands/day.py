@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, NamedTuple
 
+import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from tracefit.errors import DataError, UsageError
 from tracefit.options import DayOptions, LoadOptions, named
@@ -55,8 +56,7 @@ _ASSUMED = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class DayQuestion:
+class DayQuestion(msgspec.Struct, frozen=True):
     """A file of arrivals to plan for.
 
     Attributes:

@@ -9,11 +9,12 @@ Models of single waits are for information where a replay is possible: it contai
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
+import msgspec
 import numpy as np
 import polars as pl
+from msgspec.structs import replace
 
 from tracefit.coefficients.verdicts import THRESHOLDS
 from tracefit.commands.deployments import deployments_of, load_deployment, write_timelines
@@ -397,8 +398,7 @@ def _published_pct(latency: str, models: DeploymentModels, then: Sequence[RunRep
 # -- single models --------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _Alike:
+class _Alike(msgspec.Struct, frozen=True):
     """New rows like those that the published error was measured on.
 
     Attributes:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import polars as pl
+from msgspec.structs import replace
 
 from tracefit import memory
 from tracefit.commands.deployments import (

@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 import re
 from contextlib import suppress
-from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
+import msgspec
 import numpy as np
 import polars as pl
+from msgspec.structs import replace
 
 from tracefit.coefficients.files import find_models
 from tracefit.coefficients.models import load
@@ -271,8 +272,7 @@ def draw_plans(plans: Iterable[ServerPlan], path: Path) -> None:
     write_files({path: html_page(Report(title, "", figures))})
 
 
-@dataclass(frozen=True, slots=True)
-class PlanQuestion:
+class PlanQuestion(msgspec.Struct, frozen=True):
     """A question to a plan; see `candidates.plan`."""
 
     rate: float | None
@@ -756,8 +756,7 @@ def _give_requests() -> str:
     return f"give {prompt} and {output}, or {file}"
 
 
-@dataclass(frozen=True, slots=True)
-class _Requests:
+class _Requests(msgspec.Struct, frozen=True):
     """Requests to draw from, and their description."""
 
     sample: TrafficSample

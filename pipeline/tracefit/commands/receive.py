@@ -8,11 +8,11 @@ import json
 import os
 import signal
 import threading
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
 import yaml
 
 from tracefit.coefficients.models import Models, load
@@ -53,8 +53,7 @@ _STATED_OPTIONS = "# tracefit receive was started with: "
 """Before the names of the settings that the user stated then, and did not fill in later."""
 
 
-@dataclass(frozen=True, slots=True)
-class Listening:
+class Listening(msgspec.Struct, frozen=True):
     """Where the receiver listens, and the folder it writes to."""
 
     host: str

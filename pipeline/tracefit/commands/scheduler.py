@@ -12,11 +12,11 @@ import hashlib
 import time
 from collections import deque
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
 from msgspec.structs import replace
 
 from tracefit._version import __version__
@@ -195,8 +195,7 @@ def _begins_as(file: TraceFile, entry: ReadFile) -> bool:
     return not left and digest.hexdigest() == entry.sha256
 
 
-@dataclass(slots=True, eq=False)
-class FilePiece:
+class FilePiece(msgspec.Struct, eq=False):
     """A block, or a reject between blocks: its place in its file, and its staged parts once it is decoded."""
 
     file: _FileIngest
@@ -204,8 +203,7 @@ class FilePiece:
     parts: tuple[StagedPart, ...] = ()
 
 
-@dataclass(slots=True, eq=False)
-class _FileIngest:
+class _FileIngest(msgspec.Struct, eq=False):
     """A file being read: its hash or the object that computes it, the rejects in decoded pieces, and the pieces read so
     far.
     """
@@ -213,11 +211,10 @@ class _FileIngest:
     file: TraceFile
     content: ContentHash | str
     rejects: Rejects
-    pieces: list[FilePiece] = field(default_factory=list)
+    pieces: list[FilePiece] = msgspec.field(default_factory=list)
 
 
-@dataclass(slots=True, eq=False)
-class RunIngest:
+class RunIngest(msgspec.Struct, eq=False):
     """A run on its way from files to tables.
 
     Attributes:
@@ -241,15 +238,15 @@ class RunIngest:
     context: RunContext
     run_id: str = ""
     before: IngestedRun | None = None
-    files: list[_FileIngest] = field(default_factory=list)
-    unchanged: list[ReadFile] = field(default_factory=list)
+    files: list[_FileIngest] = msgspec.field(default_factory=list)
+    unchanged: list[ReadFile] = msgspec.field(default_factory=list)
     decoding: int = 0
     is_read: bool = False
     kv_hashes: list[str] | None = None
-    columns: dict[str, str | int | None] = field(default_factory=dict)
+    columns: dict[str, str | int | None] = msgspec.field(default_factory=dict)
     entry: IngestedRun | None = None
     rows: pl.DataFrame | None = None
-    warnings: list[str] = field(default_factory=list)
+    warnings: list[str] = msgspec.field(default_factory=list)
     failed: DataError | None = None
 
     @property

@@ -5,9 +5,9 @@ hour.
 from __future__ import annotations
 
 import tempfile
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 import polars as pl
 
@@ -49,8 +49,7 @@ _MOST_REQUESTS = 10_000_000
 """Requests of rates per hour, over the whole file: a fifth of a gigabyte."""
 
 
-@dataclass(frozen=True, slots=True)
-class TimedRequests:
+class TimedRequests(msgspec.Struct, frozen=True):
     """Requests that were read.
 
     Attributes:

@@ -6,9 +6,11 @@ from __future__ import annotations
 
 import hashlib
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import msgspec
+from msgspec.structs import replace
 
 from tracefit import memory
 from tracefit.coefficients import publish
@@ -68,8 +70,7 @@ _NOT_FITTED = ("sample_csv", "thresholds")
 _COEFFICIENT_FILES = ("alpha.json", "beta.json")
 
 
-@dataclass(frozen=True, slots=True)
-class _Training:
+class _Training(msgspec.Struct, frozen=True):
     """One training: what it reads, how it works, and where its files go.
 
     Attributes:
@@ -91,8 +92,7 @@ class _Training:
     progress: KeptWarnings
 
 
-@dataclass(frozen=True, slots=True)
-class _Coefficients:
+class _Coefficients(msgspec.Struct, frozen=True):
     """The coefficient files of a training.
 
     Attributes:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
+import msgspec
 import polars as pl
+from msgspec.structs import replace
 from threadpoolctl import threadpool_limits
 
 from tracefit.coefficients import publish
@@ -173,8 +174,7 @@ def transfer(
         return _written(location_of(out), found, progress)
 
 
-@dataclass(frozen=True, slots=True)
-class _Sources:
+class _Sources(msgspec.Struct, frozen=True):
     """Steps of the sources, the models beside them, and why others cannot be sources."""
 
     rows: tuple[LawRows, ...]
@@ -182,8 +182,7 @@ class _Sources:
     refused: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class _Own:
+class _Own(msgspec.Struct, frozen=True):
     """An own fit of the steps to calibrate with, beside the calibrated law on the same held-out part."""
 
     fitted: FittedDeployment | None = None
@@ -196,8 +195,7 @@ class _Own:
         return self.mape_pct is not None and self.after_mape_pct is not None and self.mape_pct < self.after_mape_pct
 
 
-@dataclass(frozen=True, slots=True)
-class _Found:
+class _Found(msgspec.Struct, frozen=True):
     """A law for a server, and what shows how exact it is.
 
     Attributes:
@@ -232,7 +230,7 @@ class _Found:
     doubts: tuple[str, ...]
     calibration: Calibration | None = None
     drawn_to: Literal["steps", "points"] = "steps"
-    own: _Own = field(default_factory=_Own)
+    own: _Own = msgspec.field(default_factory=_Own)
 
 
 def _transferred(locations: Sequence[str | Path], context: RunContext, progress: KeptWarnings) -> _Found:

@@ -9,6 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from tracefit._version import __version__
 from tracefit.coefficients import publish
 from tracefit.coefficients.documents import CoefficientFile
@@ -79,7 +81,9 @@ def verify(
 
 def _together(folder: Path, results: list[VerifyResult]) -> VerifyResult:
     """Join the results of the files of a folder; places begin with the file."""
-    differences = [replace(d, place=f"{r.file.name}: {d.place}") for r in results for d in r.differences]
+    differences = [
+        msgspec.structs.replace(d, place=f"{r.file.name}: {d.place}") for r in results for d in r.differences
+    ]
     return VerifyResult(
         folder,
         all(r.verified for r in results),

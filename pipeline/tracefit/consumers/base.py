@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import json
 import shlex
-from dataclasses import dataclass
 from decimal import Decimal
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 import polars as pl
 
@@ -40,8 +40,7 @@ OUT = "{out}"
 """Stands for the folder of an export in its `usage` and its notes until the folder is chosen."""
 
 
-@dataclass(frozen=True)
-class Source:
+class Source(msgspec.Struct, frozen=True, dict=True):
     """One deployment's coefficient models, the tables they were trained on, and the consumer's version, as the user
     gave it.
     """
@@ -80,8 +79,7 @@ class Source:
         return step_frame(self.tables, timeline, features, {}, source)
 
 
-@dataclass(frozen=True, slots=True)
-class Export:
+class Export(msgspec.Struct, frozen=True):
     """Files for a consumer, with the error of exactly what is in them.
 
     Attributes:

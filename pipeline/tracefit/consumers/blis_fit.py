@@ -8,10 +8,11 @@ requests (`blis_replay`), and the one with the closest latencies is exported.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
+import msgspec
 import numpy as np
 import polars as pl
 
@@ -137,8 +138,7 @@ _ROOFLINE_NOTES = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class BlisCoefficients:
+class BlisCoefficients(msgspec.Struct, frozen=True):
     """The coefficients as written for BLIS, with the errors of exactly these.
 
     Of three beta its backend is `roofline`: these are multiples of the peak times, in the order of
@@ -315,8 +315,7 @@ def _whole_line(tokens: Vector, y: Vector) -> tuple[int, int]:
 # -- step times ------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _Steps:
+class _Steps(msgspec.Struct, frozen=True):
     """Training and held-out steps of one deployment on BLIS's terms."""
 
     train: pl.DataFrame

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 
 from tracefit.replay.engine import BLIS_RULES
@@ -98,8 +99,7 @@ def roofline_us(terms: Matrix, factors: Vector) -> Vector:
     return np.asarray(np.maximum(terms[:, :2] @ factors[:2], terms[:, 2] * factors[2]))
 
 
-@dataclass(frozen=True, slots=True)
-class ReplayedRequests:
+class ReplayedRequests(msgspec.Struct, frozen=True):
     """Latencies in us, one per request in the order of the arguments, NaN for one that never finished.
 
     Attributes:

@@ -22,9 +22,9 @@ Source: `sim/latency/trained_physics_model.go` of inference-sim, for one data-pa
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 import polars as pl
 
@@ -161,8 +161,7 @@ def _flops_per_us(arch: ModelArchitecture, gpu: Gpu, tp: int) -> float:
     return tp * ((fp8 or gpu.compute_tflops_fp16) * 1e6)
 
 
-@dataclass(frozen=True, slots=True)
-class RooflineShape:
+class RooflineShape(msgspec.Struct, frozen=True):
     """The backend `roofline`: what a step computes and moves, by its definitions, as times at the peak rates in us.
 
     It differs from the other backend: FFNs have two matrices, a step reads the experts that its tokens are expected to

@@ -5,9 +5,9 @@ there.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
+import msgspec
 import polars as pl
 
 from tracefit.errors import TracefitError, unexpected
@@ -19,11 +19,10 @@ _log = logging.getLogger("tracefit")
 _T = TypeVar("_T")
 
 
-@dataclass(slots=True)
-class Attempts:
+class Attempts(msgspec.Struct):
     """Makes parts of a report; `failed` has a sentence without its full stop for each that could not be made."""
 
-    failed: list[str] = field(default_factory=list)
+    failed: list[str] = msgspec.field(default_factory=list)
 
     def make(self, what: str, make: Callable[[], _T], otherwise: _T) -> _T:
         """Return what `make` returns; if it raises an unexpected error, note it and return `otherwise`.

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING
 
+import msgspec
 import polars as pl
 
 from tracefit.diagnostics.attempts import Attempts
@@ -47,8 +47,7 @@ _DRAWN_REQUEST_COLUMNS = (
 _DRAWN_STEP_COLUMNS = ("run_id", "cycle_us", "cycle_source", "idle_after", "running_depth")
 
 
-@dataclass(frozen=True, slots=True)
-class DeploymentDiagnostics:
+class DeploymentDiagnostics(msgspec.Struct, frozen=True):
     """The rows of one deployment, as its figures show them.
 
     Attributes:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import msgspec
 import polars as pl
 
 from tracefit.diagnostics.groups import US_PER_MS
@@ -28,8 +28,7 @@ TIMELINE_COLUMNS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class EngineRun:
+class EngineRun(msgspec.Struct, frozen=True):
     """One engine over its run; times in seconds since its first known step.
 
     Attributes:

@@ -7,11 +7,12 @@ import logging
 import shutil
 import tempfile
 from collections import Counter
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import polars as pl
+from msgspec.structs import replace
 
 from tracefit import memory
 from tracefit.errors import DataError, printable
@@ -59,8 +60,7 @@ _MOST_NAMED_FILES = 5
 """Most other scopes that the error of a run without usable spans names."""
 
 
-@dataclass(frozen=True, slots=True)
-class RunTask:
+class RunTask(msgspec.Struct, frozen=True):
     """A run whose files are decoded.
 
     Attributes:
@@ -89,8 +89,7 @@ class RunTask:
     options: IngestOptions
 
 
-@dataclass(frozen=True, slots=True)
-class BuiltRun:
+class BuiltRun(msgspec.Struct, frozen=True):
     """The finished tables of a run.
 
     Attributes:
@@ -331,8 +330,7 @@ def timelines_of(
         yield run_ids, _timeline_of(tables_of(run_ids), way)
 
 
-@dataclass(frozen=True, slots=True)
-class _TimelineKind:
+class _TimelineKind(msgspec.Struct, frozen=True):
     """How the timeline of a run is built.
 
     Attributes:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING
 
+import msgspec
 import polars as pl
 
 from tracefit.inputs.blocks import Block, load
@@ -24,8 +24,7 @@ if TYPE_CHECKING:
     from tracefit.tables.storage import Storage
 
 
-@dataclass(frozen=True, slots=True)
-class Task:
+class Task(msgspec.Struct, frozen=True):
     """Blocks that are decoded together, of one run or of several small ones, and the storage for their rows.
 
     Attributes:

@@ -7,10 +7,11 @@ those of `training`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+import msgspec
 
 from tracefit.errors import DataError, TracefitError, naming_flags
 
@@ -31,8 +32,7 @@ class WorkerError(DataError):
     """A worker died, and its job cannot be completed."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Job:
+class Job(msgspec.Struct, frozen=True, eq=False):
     """A call of a function that may run anywhere.
 
     Attributes:

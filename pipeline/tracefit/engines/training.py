@@ -6,11 +6,11 @@ Runs are independent until their frames are concatenated, so engines may work on
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
 from typing import TYPE_CHECKING, TypeVar
 
+import msgspec
 import polars as pl
 
 from tracefit.engines.build import engine_limits, timelines_of
@@ -50,8 +50,7 @@ together."""
 R = TypeVar("R")
 
 
-@dataclass(frozen=True, slots=True)
-class RunFrames:
+class RunFrames(msgspec.Struct, frozen=True):
     """The data of one run for the fits of its deployment.
 
     Attributes:
@@ -63,8 +62,7 @@ class RunFrames:
     overload: Overload | None
 
 
-@dataclass(frozen=True, slots=True)
-class _StoredTables:
+class _StoredTables(msgspec.Struct, frozen=True):
     store: TableStore
     run_id: str
 

@@ -11,9 +11,9 @@ a CUDA graph, the time to launch them.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+import msgspec
 import polars as pl
 
 from tracefit.features.batches import PADDED_NAMES, batch_formulas
@@ -36,8 +36,7 @@ LawForm = Literal["sum", "longer"]
 """How memory and compute share a step: one after the other, or side by side, so that the longer one is the time."""
 
 
-@dataclass(frozen=True, slots=True)
-class LawTerm:
+class LawTerm(msgspec.Struct, frozen=True):
     """One term of the law.
 
     Attributes:

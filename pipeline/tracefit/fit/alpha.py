@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import msgspec
 import polars as pl
 
 from tracefit.features.sets import BUILT_IN, FREE_FEATURES, PROMPTS_AHEAD_FEATURES, QUEUED_FEATURES
@@ -100,7 +101,7 @@ def _by_need(offered: tuple[Feature, ...], exact: bool) -> list[RegimeRows]:
     if not exact:
         return [queued, free]
     prompts = tuple(f for f in offered if f.name in PROMPTS_AHEAD_FEATURES)
-    return [replace(queued, when=NEEDS_ROOM), RegimeRows("prompts_ahead", prompts, NO_BUDGET), free]
+    return [msgspec.structs.replace(queued, when=NEEDS_ROOM), RegimeRows("prompts_ahead", prompts, NO_BUDGET), free]
 
 
 def _queued_or_free(offered: tuple[Feature, ...], exact: bool) -> list[RegimeRows]:
@@ -288,7 +289,7 @@ def _try(
     form: FormName, rows: pl.DataFrame, regimes: list[RegimeRows], options: FitOptions, timeline: pl.DataFrame
 ) -> Candidate | None:
     """Measure a form on the inner hold-out; null where rows, or known step starts, are too few."""
-    fitted = fit_regimes(rows, regimes, replace(options, reference=False, learning_curve=False))
+    fitted = fit_regimes(rows, regimes, msgspec.structs.replace(options, reference=False, learning_curve=False))
     if isinstance(fitted, TooFewRows):
         return None
     measured = fit_boundary(fitted, timeline) if form == "step_boundary" else fitted

@@ -13,6 +13,7 @@ from dataclasses import replace
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 import polars as pl
 
@@ -159,7 +160,7 @@ def fit_step_times(
     sources = {SOURCES[source] for source in tables.timeline["cycle_source"].drop_nulls().unique()}
     logged = any(source.is_stamped for source in sources)
     time_source, why = choose_target(cover, options.beta_target, sources)
-    source = replace(cover, beta_target_source=time_source, beta_target_reason=why)
+    source = msgspec.structs.replace(cover, beta_target_source=time_source, beta_target_reason=why)
     if context.gpu is not None and len(sets) > 1:
         # With a known GPU the roofline terms are these amounts of work, scaled to times. Nor does a GPU get cheaper per
         # request in larger batches: it reads the weights once for all of them, and is then bound by compute.
@@ -311,7 +312,7 @@ def beta_options(options: DeploymentOptions) -> FitOptions:
 
 def _for_set(options: FitOptions, features: FeatureSet) -> FitOptions:
     """Return how a set is fitted: a relative one without a choice of penalties."""
-    return replace(options, relative=True, penalties=PENALTIES[:1]) if features.is_relative else options
+    return msgspec.structs.replace(options, relative=True, penalties=PENALTIES[:1]) if features.is_relative else options
 
 
 _RATIO_MARK = "@"
@@ -363,7 +364,7 @@ def _best_of(rows: TrainingRows, tried: list[FeatureSet], options: FitOptions) -
     if len(tried) == 1:
         return tried[0]
     # One penalty is enough to rank the ratios of one set; the sets themselves are compared with all of them.
-    quick = replace(options, penalties=PENALTIES[:1])
+    quick = msgspec.structs.replace(options, penalties=PENALTIES[:1])
     candidates = [try_features(rows, one, quick) for one in tried]
     scores = [candidate.score if candidate else math.inf for candidate in candidates]
     return tried[scores.index(min(scores))]
@@ -404,7 +405,7 @@ def try_features(rows: TrainingRows, features: FeatureSet, options: FitOptions) 
         return None
     # Short blocks: a fifth of a run in one piece may be the only one with some loads, such as the sweep before it or
     # its drain, and the error on these would be one beyond the load that the others train.
-    inside = replace(data, folds=data.blocks() % FOLDS, start=huber).out_of_fold(choice, options.signs)
+    inside = msgspec.structs.replace(data, folds=data.blocks() % FOLDS, start=huber).out_of_fold(choice, options.signs)
     beyond = beyond_load(data, matrix(used.frame, [LOAD])[:, 0], options)
     return Candidate(
         features.name,

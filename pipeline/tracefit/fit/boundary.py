@@ -16,6 +16,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 import polars as pl
 
@@ -383,4 +384,4 @@ def _validated(fitted: FittedBoundary, train: pl.DataFrame, holdout: pl.DataFram
         boundary_accuracy_without_work_pct=accuracy_without_work,
         learning_curve=(),
     )
-    return replace(fitted, validation=validation)
+    return msgspec.structs.replace(fitted, validation=validation)

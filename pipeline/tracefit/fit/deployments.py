@@ -9,11 +9,11 @@ which leaves out every run, model and GPU in turn.
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 import polars as pl
+from msgspec.structs import replace
 from threadpoolctl import threadpool_limits
 
 from tracefit.errors import unexpected

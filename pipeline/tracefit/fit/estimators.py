@@ -8,12 +8,13 @@ the fits.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
 from functools import cache
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Literal, NamedTuple, Self, TypeAlias, get_args
 
+import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from tracefit.statistics import robust_sd
 
@@ -50,8 +51,7 @@ _LEAST_SPREAD = 1e-12
 """Variance of a feature on some rows, relative to that on all, below which it is constant on them."""
 
 
-@dataclass(frozen=True, slots=True)
-class Moments:
+class Moments(msgspec.Struct, frozen=True):
     """Weighted second moments of features and target over `rows` rows.
 
     Attributes:
@@ -85,8 +85,7 @@ def rows_of(z: Matrix, y: Vector) -> Matrix:
     return np.column_stack([np.ones(len(y)), z, y])
 
 
-@dataclass(frozen=True, slots=True)
-class Sums:
+class Sums(msgspec.Struct, frozen=True):
     """Sums over rows of features and target, which add up: those without some rows are the difference.
 
     Attributes:

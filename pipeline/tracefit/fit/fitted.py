@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
+import msgspec
 import numpy as np
 import polars as pl
 
@@ -60,8 +61,7 @@ PENALTIES: tuple[tuple[Penalty, float], ...] = (
 """Penalties and strengths that are compared, in order of preference."""
 
 
-@dataclass(frozen=True, slots=True)
-class Signs:
+class Signs(msgspec.Struct, frozen=True):
     """Which signs are in force in a fit.
 
     Attributes:
@@ -83,8 +83,7 @@ ANY_SIGN = Signs("any")
 NON_NEGATIVE = Signs("non_negative", intercept=True)
 
 
-@dataclass(frozen=True, slots=True)
-class FitOptions:
+class FitOptions(msgspec.Struct, frozen=True):
     """Options for fitting one target.
 
     Attributes:
@@ -113,8 +112,7 @@ class FitOptions:
     relative: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class DeploymentOptions:
+class DeploymentOptions(msgspec.Struct, frozen=True):
     """Options for fitting the models of a deployment.
 
     Attributes:
@@ -143,8 +141,7 @@ class DeploymentOptions:
         return ANY_SIGN if self.any_sign else Signs("declared", intercept=intercept)
 
 
-@dataclass(frozen=True, slots=True)
-class DeploymentTables:
+class DeploymentTables(msgspec.Struct, frozen=True):
     """The tables of the runs of one deployment."""
 
     runs: pl.DataFrame
@@ -205,8 +202,7 @@ def missing_attributes(runs: pl.DataFrame) -> dict[str, tuple[str, ...]]:
 # -- results ---------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class RegimeRows:
+class RegimeRows(msgspec.Struct, frozen=True):
     """The rows of one linear model, those for which the condition holds, and the features it is offered."""
 
     name: str
@@ -215,8 +211,7 @@ class RegimeRows:
     """Condition on the rows that the earlier regimes leave."""
 
 
-@dataclass(frozen=True, slots=True)
-class FittedRegime:
+class FittedRegime(msgspec.Struct, frozen=True):
     """One linear model: the whole of a linear fit, or one regime of a fit by regimes."""
 
     regime: RegimeRows
@@ -285,8 +280,7 @@ def linear_terms(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class LinearFit:
+class LinearFit(msgspec.Struct, frozen=True):
     """A fitted linear model with its validation: one line, or one per regime; the first regime whose condition holds
     predicts.
     """
@@ -316,15 +310,13 @@ class LinearFit:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class TooFewRows:
+class TooFewRows(msgspec.Struct, frozen=True):
     """Why nothing was fitted."""
 
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class FittedBoundary:
+class FittedBoundary(msgspec.Struct, frozen=True):
     """A fitted admission model with a step clock: API work, offset of the stamp from the boundary, and their
     validation.
 
@@ -352,8 +344,7 @@ class FittedBoundary:
         return self.busy_share * (self.residual_us + self.offset_us)
 
 
-@dataclass(frozen=True, slots=True)
-class FittedModel:
+class FittedModel(msgspec.Struct, frozen=True):
     """A fitted model under its published name."""
 
     name: str
@@ -370,8 +361,7 @@ class FittedModel:
     """Where given, the model is API work and the step clock, and `fitted` serves consumers without a clock."""
 
 
-@dataclass(frozen=True, slots=True)
-class FittedDeployment:
+class FittedDeployment(msgspec.Struct, frozen=True):
     """All results of one deployment."""
 
     deployment: Deployment

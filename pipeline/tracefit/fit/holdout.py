@@ -17,6 +17,7 @@ import math
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, cast
 
+import msgspec
 import numpy as np
 import polars as pl
 
@@ -275,7 +276,7 @@ def _refitted(regime: FittedRegime, holdout: pl.DataFrame) -> FittedRegime:
     model = estimator(regime.choice, regime.signs, data.columns)
     model.fit(data.x, data.y - kept_us, data.weights)
     terms = (*linear_terms(data.columns, model.coef_, data.x), *kept)
-    return replace(regime, intercept=Number(value=model.intercept_), terms=terms)
+    return msgspec.structs.replace(regime, intercept=Number(value=model.intercept_), terms=terms)
 
 
 def errors_by_phase(

@@ -15,12 +15,12 @@ phase, and counts requests without a prediction by reason.
 from __future__ import annotations
 
 import operator
-from dataclasses import replace
 from functools import reduce
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import polars as pl
+from msgspec.structs import replace
 
 from tracefit.features import training
 from tracefit.features.sets import FeatureSet

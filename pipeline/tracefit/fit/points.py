@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 import polars as pl
 
@@ -137,8 +137,7 @@ def _batches(loops: pl.DataFrame, prompts: pl.Expr) -> pl.DataFrame:
 # -- a law of points ---------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class PointServer:
+class PointServer(msgspec.Struct, frozen=True):
     """A server with its points, or with steps in their place.
 
     Attributes:
@@ -197,8 +196,7 @@ def predict_points(law: Law, deployment: Deployment, points: pl.DataFrame) -> Ve
     return tpot_us
 
 
-@dataclass(frozen=True, slots=True)
-class PointFold:
+class PointFold(msgspec.Struct, frozen=True):
     """A server that was left out, with what a law says of its points that was fitted on others; all arrays have the
     shape (n,), times are in us.
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
+import msgspec
+
 from tracefit.models.validation import Metrics, Phase
 
 if TYPE_CHECKING:
@@ -37,8 +39,7 @@ class Distribution:
     given_measured_state: tuple[float, ...] | None
 
 
-@dataclass(frozen=True, slots=True)
-class PenaltyChoice:
+class PenaltyChoice(msgspec.Struct, frozen=True):
     """A penalty chosen by time-blocked cross-validation; `score` is its mean absolute error over the folds."""
 
     penalty: Penalty
@@ -53,8 +54,7 @@ COVERED_SHARE = 0.8
 """Where `step.duration_us` covers at least this share of busy time, durations are the step times."""
 
 
-@dataclass(frozen=True, slots=True)
-class StepTimeSource:
+class StepTimeSource(msgspec.Struct, frozen=True):
     """Where beta's target comes from, and the share of busy time that `step.duration_us` covers, over adjacent steps.
 
     The target's source is null for traces without steps.
@@ -164,8 +164,7 @@ class Latency(LatencyErrors):
     distribution: Distribution | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class ComposedLatencies:
+class ComposedLatencies(msgspec.Struct, frozen=True):
     """Requests with every latency as measured and as composed of the models (`fit.latency`), or why they are
     missing.
     """
@@ -247,8 +246,7 @@ class LeftOutErrors:
     by_phase: dict[str, Metrics] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class AcrossResult:
+class AcrossResult(msgspec.Struct, frozen=True):
     """Errors of every group that was left out in turn, and notes on groups that could not be left out or evaluated."""
 
     errors: tuple[LeftOutErrors, ...]

@@ -9,10 +9,11 @@ resemble each other, so that random folds would let a model see its test rows' n
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from tracefit.features.sets import PADDED_OF, PRODUCTS
 from tracefit.fit.estimators import FEW_ROUNDS, MAX_ITER, RobustLinear, Sums, line, rows_of, sampled, standardised
@@ -151,8 +152,7 @@ def time_blocks(run: Integers, time: Integers, count: int) -> Integers:
     return np.asarray(rank * count // rows[number])
 
 
-@dataclass(frozen=True, slots=True)
-class Design:
+class Design(msgspec.Struct, frozen=True):
     """Training rows as arrays: features (n, n_features), and each of shape (n,) targets, weights, run and time.
 
     `weights` are inverse variances. `counts` leave out the noise that grows with the target, so that an error of so

@@ -11,9 +11,10 @@ with its time. Weights are inverse variances of all three.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Self
 
+import msgspec
 import numpy as np
 import polars as pl
 
@@ -99,8 +100,7 @@ def fit_regimes(rows: pl.DataFrame, regimes: Sequence[RegimeRows], options: FitO
     )
 
 
-@dataclass(frozen=True, slots=True)
-class TrainingRows:
+class TrainingRows(msgspec.Struct, frozen=True):
     """Rows that several fits of other features share.
 
     Attributes:
@@ -174,11 +174,13 @@ def _fit_each(
         lacking = [x for x in unknown if x.feature in {f.name for f in regime.features}]
         fitted, design = _fit_one(matching, outlying.filter(held(outlying, regime.when)), regime, columns, options)
         left_out = tuple(_with_range(x, matching) for x in (*lacking, *fitted.features_left_out))
-        results.append(replace(fitted, features_left_out=left_out))
+        results.append(msgspec.structs.replace(fitted, features_left_out=left_out))
         designs.append(design)
     # The last regime must predict all remaining rows, so that it loses the condition it was fitted under.
     if results:
-        results[-1] = replace(results[-1], regime=replace(results[-1].regime, when=NO_CONDITION))
+        results[-1] = msgspec.structs.replace(
+            results[-1], regime=msgspec.structs.replace(results[-1].regime, when=NO_CONDITION)
+        )
     return results, designs
 
 
@@ -207,12 +209,14 @@ def _fit_one(
         reason = "predicts left-out blocks of time worse than a constant"
         misleading = [OmittedFeature(c.name, reason) for c in data.columns]
         fitted, design = _fit_one(used, outlying, regime, [], options)
-        return replace(fitted, features_left_out=(*left, *misleading, *fitted.features_left_out)), design
+        return msgspec.structs.replace(
+            fitted, features_left_out=(*left, *misleading, *fitted.features_left_out)
+        ), design
     model = estimator(choice, options.signs, data.columns)
     rows = model.fit_rows(data.x, data.y, data.weights)
     # Fits of some of these rows, for intervals and the learning curve, start from here; this fit from no other. Where
     # most rows are without noise, a fit that missed the others would pass its weights on.
-    data = replace(data, start=rows.huber)
+    data = msgspec.structs.replace(data, start=rows.huber)
     intercept_ci, intervals = confidence_intervals(data.x, data.y, model, rows, data.blocks())
     bounds, _ = bounds_of(model.positive, len(data.columns))
     penalized = f"set to zero by the {_ESTIMATOR_NAMES[choice.penalty]}"
@@ -243,12 +247,12 @@ def _fit_one(
     if fitted.least <= 0 and options.signs.intercept and options.signs != NON_NEGATIVE:
         # Terms of either sign can predict times below zero within their training ranges. Refitted without negative
         # coefficients they cannot.
-        return _fit_one(used, outlying, regime, features, replace(options, signs=NON_NEGATIVE))
+        return _fit_one(used, outlying, regime, features, msgspec.structs.replace(options, signs=NON_NEGATIVE))
     # In-sample errors would make the interval too narrow.
     constant = np.full(len(data.y), intercept.value)
     predicted = data.out_of_fold(choice, options.signs) if data.columns else constant
     interval = _interval(fitted, used, predicted, outlying, options.eval_filter)
-    return replace(fitted, prediction_interval=interval), data
+    return msgspec.structs.replace(fitted, prediction_interval=interval), data
 
 
 def _interval(
@@ -346,7 +350,7 @@ def learning_curve(
                 part = design.part(used)
                 model.fit(part.x, part.y, part.weights, part.start)
                 terms = linear_terms(design.columns, model.coef_, design.x)
-                refitted[index] = replace(regime, intercept=Number(value=model.intercept_), terms=terms)
+                refitted[index] = msgspec.structs.replace(regime, intercept=Number(value=model.intercept_), terms=terms)
         errors = measure(y, predict_regimes(refitted, evaluated))
         if errors.mae is not None:
             points.append(LearningPoint(share, sum(rows), errors.mae, errors.mape_pct))
@@ -363,8 +367,7 @@ def server_numbers(rows: pl.DataFrame) -> Integers:
     return rows.select(pl.struct(SERVER).rank("dense").cast(pl.Int64) - 1).to_series().to_numpy()
 
 
-@dataclass(frozen=True, slots=True)
-class FitRows:
+class FitRows(msgspec.Struct, frozen=True):
     """Rows to fit, and what a fit takes from them whatever its features are; arrays of shape (n,).
 
     Attributes:

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+import msgspec
 import numpy as np
 import polars as pl
 
@@ -94,8 +95,7 @@ COMPILING = "compiling"
 # -- the rows of a server --------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class LawRows:
+class LawRows(msgspec.Struct, frozen=True):
     """The steps of one deployment with the terms of the law, in time order, and `y` in us.
 
     Attributes:
@@ -106,7 +106,7 @@ class LawRows:
 
     deployment: Deployment
     rows: pl.DataFrame
-    left_out: dict[str, int] = field(default_factory=dict)
+    left_out: dict[str, int] = msgspec.field(default_factory=dict)
 
     @property
     def deployment_id(self) -> str:
@@ -227,7 +227,7 @@ def with_prompts_cached(deployment: Deployment, tables: DeploymentTables) -> Dep
         pl.when(is_counted).then(value).otherwise(name).alias(name)
         for name, value in {"prefill_tokens": computed, "prefill_context_tokens": cached}.items()
     )
-    return replace(tables, timeline=changed)
+    return msgspec.structs.replace(tables, timeline=changed)
 
 
 def prompts_of(rows: pl.DataFrame) -> Flags:
@@ -250,8 +250,7 @@ def thinned(rows: pl.DataFrame) -> pl.DataFrame:
 # -- the law ---------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Law:
+class Law(msgspec.Struct, frozen=True):
     """Coefficients of the law.
 
     Attributes:
@@ -419,8 +418,7 @@ def unseen_parts(target: RunContext, seen: Collection[str]) -> tuple[str, ...]:
 # -- leaving out -----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Fold:
+class Fold(msgspec.Struct, frozen=True):
     """A deployment that was left out, with the errors of a law that was fitted on others.
 
     Attributes:
@@ -585,8 +583,7 @@ def _quantile(groups: Sequence[Vector]) -> float:
 # -- calibration -----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Calibration:
+class Calibration(msgspec.Struct, frozen=True):
     """The law after a few steps of the new server.
 
     Attributes:

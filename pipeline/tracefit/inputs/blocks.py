@@ -10,9 +10,11 @@ from __future__ import annotations
 import os
 from collections import deque
 from contextlib import suppress
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import msgspec
+from msgspec.structs import replace
 
 from tracefit.inputs.compression import USUAL, Expansion, Gap, Piece, compression_of, pieces, rewindable
 from tracefit.inputs.containers import Container, unwrapped
@@ -51,8 +53,7 @@ def head_bytes(options: IngestOptions) -> int:
     return min(FORMAT_HEAD_BYTES, max(options.block_bytes, 2 * JUNK_EDGE_BYTES))
 
 
-@dataclass(frozen=True, slots=True)
-class Block:
+class Block(msgspec.Struct, frozen=True):
     """Consecutive whole records of one file.
 
     Attributes:

@@ -16,9 +16,9 @@ import sys
 import tempfile
 import zlib
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, BinaryIO, Literal, NamedTuple, cast
 
+import msgspec
 import pyarrow as pa
 
 from tracefit.inputs import otlp_wire as wire
@@ -36,8 +36,7 @@ if TYPE_CHECKING:
 Compression = Literal["gzip", "zstd", "framed zstd"]
 
 
-@dataclass(frozen=True, slots=True)
-class Expansion:
+class Expansion(msgspec.Struct, frozen=True):
     """Bounds on what a file becomes when it is read: every size in it is an unverified claim of its writer.
 
     Attributes:
@@ -99,8 +98,7 @@ _CODEC = pa.Codec("zstd")
 _ZSTD_OPTIONS: dict[int, int] = {zstd.DecompressionParameter.window_log_max: 27}
 
 
-@dataclass(frozen=True, slots=True)
-class Gap:
+class Gap(msgspec.Struct, frozen=True):
     """A range with missing content; `count` adjacent units of length-prefixed zstd make one gap.
 
     A gap of a container has the `record` that could not be read.

@@ -13,9 +13,11 @@ import stat
 import sys
 import tempfile
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Literal
+
+import msgspec
+from msgspec.structs import replace
 
 from tracefit.errors import DataError, UsageError
 from tracefit.inputs.blocks import inspect_file
@@ -54,8 +56,7 @@ _MAX_MODEL_CONFIG_BYTES = 16 << 20
 _PIPE_OF_PROCESS = re.compile(r"/dev/(fd/\d+|stdin)|/proc/(self|\d+)/fd/\d+")
 
 
-@dataclass(frozen=True, slots=True)
-class RunSource:
+class RunSource(msgspec.Struct, frozen=True):
     """One run on disk or in a bucket.
 
     Attributes:
@@ -77,8 +78,7 @@ class RunSource:
     folder: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class LeftOut:
+class LeftOut(msgspec.Struct, frozen=True):
     """A file below a folder that is not read; `is_notable` if the user should know (logs, metrics, a broken link)."""
 
     name: str
@@ -86,8 +86,7 @@ class LeftOut:
     is_notable: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Inputs:
+class Inputs(msgspec.Struct, frozen=True):
     """All runs under the paths a user named."""
 
     runs: tuple[RunSource, ...]

@@ -16,9 +16,11 @@ import threading
 import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, BinaryIO, NamedTuple, cast
 from urllib.parse import unquote
+
+import msgspec
+from msgspec.structs import replace
 
 from tracefit.errors import UsageError
 
@@ -40,8 +42,7 @@ _TICK_NS = 2 * 10**9
 _URL_PATTERN = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+")  # one slash is enough: `pathlib` drops the second
 
 
-@dataclass(frozen=True, slots=True)
-class TraceFile:
+class TraceFile(msgspec.Struct, frozen=True):
     """A file that can be read from its beginning, any number of times.
 
     Attributes:

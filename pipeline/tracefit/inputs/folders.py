@@ -10,9 +10,10 @@ import os
 import re
 import stat
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from tracefit.errors import UsageError
 from tracefit.inputs.endpoints import endpoint_of, location_at
@@ -47,8 +48,7 @@ def clean_run_id(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.")[:120] or "run"
 
 
-@dataclass(frozen=True, slots=True)
-class Folder:
+class Folder(msgspec.Struct, frozen=True):
     """A folder, local or remote, and all files below it.
 
     Attributes:
@@ -63,7 +63,7 @@ class Folder:
     parts: FolderParts
     files: tuple[tuple[FolderParts, TraceFile], ...]
     irregular: tuple[str, ...] = ()
-    locations: Mapping[FolderParts, str] = field(default_factory=dict)
+    locations: Mapping[FolderParts, str] = msgspec.field(default_factory=dict)
 
     def location_of(self, below: FolderParts) -> str:
         """Return the location of a folder, given by its path below this one."""

@@ -9,8 +9,9 @@ message or gzip member are found, so that most of the head decides the format.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from tracefit.inputs import otlp_wire as wire
 from tracefit.inputs.framing import BOM, RECORD_START, Shape, next_record, records
@@ -49,8 +50,7 @@ _SHAPE_WORDS: dict[Shape, str] = {
 _ENCODING_WORDS: dict[Encoding | None, str] = {"json": "OTLP JSON", "protobuf": "OTLP protobuf", None: "OTLP"}
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Recording:
+class Recording(msgspec.Struct, frozen=True, eq=False):
     """A format of recordings beside spans, as one module of `recordings` declares it.
 
     Attributes:
@@ -127,8 +127,7 @@ def register(recording: Recording) -> Recording:
     return recording
 
 
-@dataclass(frozen=True, slots=True)
-class Contents:
+class Contents(msgspec.Struct, frozen=True):
     """The format of a file, as far as its head shows.
 
     Attributes:

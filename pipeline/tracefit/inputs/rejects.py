@@ -10,7 +10,6 @@ the user asks for values.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Literal
 
@@ -43,8 +42,7 @@ _OTLP_KEYS = frozenset(
 _KNOWN_KEYS = _OTLP_KEYS | {re.sub("[A-Z]", lambda m: f"_{m[0].lower()}", key) for key in _OTLP_KEYS}
 
 
-@dataclass(frozen=True, slots=True)
-class Reject:
+class Reject(msgspec.Struct, frozen=True):
     """Bytes of a file that could not be read.
 
     Attributes:

@@ -21,6 +21,8 @@ from functools import lru_cache
 from graphlib import CycleError, TopologicalSorter
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
+import msgspec
+
 from tracefit.errors import UsageError
 from tracefit.evaluator import LEXICON, MAX_EXPONENT, MAX_FORMULA_CHARS, MAX_NESTED_CALLS, TYPESET
 from tracefit.models import amounts
@@ -38,22 +40,19 @@ _OPERATORS: dict[type[ast.operator], Operator] = {ast.Add: "+", ast.Sub: "-", as
 _SIGN_NODES = ast.UAdd | ast.USub  # `not` is one of Python's operators of one operand too
 
 
-@dataclass(frozen=True, slots=True)
-class Constant:
+class Constant(msgspec.Struct, frozen=True):
     """A number."""
 
     value: float
 
 
-@dataclass(frozen=True, slots=True)
-class Name:
+class Name(msgspec.Struct, frozen=True):
     """A column or a constant, by name."""
 
     name: str
 
 
-@dataclass(frozen=True, slots=True)
-class Binary:
+class Binary(msgspec.Struct, frozen=True):
     """Two formulas and an operator between them."""
 
     operator: Operator
@@ -61,8 +60,7 @@ class Binary:
     right: Node
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
+class Call(msgspec.Struct, frozen=True):
     """The smallest or largest of several formulas."""
 
     function: Function

@@ -7,8 +7,9 @@ lies outside the training range.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
 
 from tracefit.errors import UsageError
 from tracefit.models.amounts import Amount, Truth, anywhere, known, largest, number, where
@@ -32,8 +33,7 @@ IDLE_ENGINE = "idle_engine"
 # -- intervals -------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class PredictedDuration:
+class PredictedDuration(msgspec.Struct, frozen=True):
     """A predicted duration.
 
     Attributes:
@@ -152,8 +152,7 @@ def in_lines(outside: Iterable[Outside]) -> tuple[str, ...]:
 # -- one row ---------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Prediction:
+class Prediction(msgspec.Struct, frozen=True):
     """A prediction of a model for a row, with its features, assumptions and values out of range."""
 
     interval: PredictedDuration

@@ -8,8 +8,9 @@ columns of it.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
 
 from tracefit.errors import UsageError
 from tracefit.models import targets
@@ -360,8 +361,7 @@ class RequestComposer:
 # -- one request -----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class RequestPrediction:
+class RequestPrediction(msgspec.Struct, frozen=True):
     """A predicted request. Durations without a model in the files are null, and so are those that include them.
 
     Attributes:

@@ -10,8 +10,9 @@ Nothing heavy is imported here: predictions need only the names.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
+
+import msgspec
 
 State = Literal["queue", "latest_step", "own_step"]
 """Engine state that the features of a target describe; see `features.training.alpha_rows`."""
@@ -22,8 +23,7 @@ FormName = Literal["line", "regimes", "two_regimes", "step_boundary", "constant"
 _EVENT_ORDER = ("arrival_ns", "queued_ns", "first_scheduled_ns", "first_token_ns", "finished_ns")
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
+class Target(msgspec.Struct, frozen=True):
     """One interval in the life of a request, predicted by the model `alpha.<name>`.
 
     Attributes:
@@ -73,8 +73,7 @@ class Target:
         return f"alpha.{self.name}"
 
 
-@dataclass(frozen=True, slots=True)
-class StepTarget:
+class StepTarget(msgspec.Struct, frozen=True):
     """The time of an engine step, predicted by the model `beta.<name>`.
 
     Attributes:

@@ -7,11 +7,11 @@ that divides a record into scopes and parses its spans down to the event; this o
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import astuple, dataclass, field
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+import msgspec
 import numpy as np
 import polars as pl
 import pyarrow as pa
@@ -86,8 +86,7 @@ REJECT_COLUMNS: dict[str, Any] = {
 COUNT_COLUMNS: dict[str, Any] = {"span_row": pl.UInt32, "name": pl.String, "count": pl.Int64}
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeLimits:
+class DecodeLimits(msgspec.Struct, frozen=True):
     """Bounds on the decoded data in memory at a time; they do not change the result.
 
     Attributes:
@@ -107,8 +106,7 @@ class DecodeLimits:
     max_spans: int = 1 << 16
 
 
-@dataclass(frozen=True, slots=True)
-class Wanted:
+class Wanted(msgspec.Struct, frozen=True):
     """Which data of spans and events become columns; the rest is only counted.
 
     Attributes:
@@ -119,11 +117,10 @@ class Wanted:
 
     span_keys: tuple[str, ...] = ()
     kept_keys: frozenset[str] = frozenset()
-    events: Mapping[str, Mapping[str, pl.DataType]] = field(default_factory=dict)
+    events: Mapping[str, Mapping[str, pl.DataType]] = msgspec.field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class SpanBatch:
+class SpanBatch(msgspec.Struct, frozen=True):
     """Spans of some records as columns, in input order.
 
     Attributes:
@@ -518,7 +515,7 @@ def _span_frame(
         "dropped_attributes": dropped,
     }
     of_pieces = pl.DataFrame(
-        [(piece.record.file, piece.record.offset, *astuple(piece.origin)) for piece in pieces],
+        [(piece.record.file, piece.record.offset, *msgspec.structs.astuple(piece.origin)) for piece in pieces],
         schema=["file", "source_offset", "service_name", "service_instance_id", "host_name", "scope"],
         orient="row",
     )

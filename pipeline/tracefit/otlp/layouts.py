@@ -14,10 +14,10 @@ both. Both accept the same spellings as the same values: tests/otlp gives its ca
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+import msgspec
 import numpy as np
 import polars as pl
 
@@ -62,8 +62,7 @@ class Values(NamedTuple):
     content: NDArray[np.int64] | NDArray[np.float64] | Mask
 
 
-@dataclass(frozen=True, slots=True)
-class Attribute:
+class Attribute(msgspec.Struct, frozen=True):
     """The layout of one attribute.
 
     Attributes:

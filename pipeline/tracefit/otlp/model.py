@@ -8,8 +8,9 @@ from __future__ import annotations
 import json
 import math
 import re
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import msgspec
 
 from tracefit.errors import TracefitError
 
@@ -65,8 +66,7 @@ still in the form of the encoding, whose functions `id_text`, `attributes_of` an
 """
 
 
-@dataclass(frozen=True, slots=True)
-class Origin:
+class Origin(msgspec.Struct, frozen=True):
     """Facts that spans share: those of their resource and scope."""
 
     service_name: str | None = None

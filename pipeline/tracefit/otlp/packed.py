@@ -7,9 +7,9 @@ first byte is the lowest); the bit tricks follow https://lemire.me/blog/2022/01/
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 import polars as pl
 import pyarrow as pa
@@ -17,7 +17,6 @@ import pyarrow as pa
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    import msgspec
     from numpy.typing import NDArray
 
     Positions = NDArray[np.int64]
@@ -47,8 +46,7 @@ _PACKED_PAIRS = tuple(
 _POWERS_OF_TEN = np.array([10**n for n in range(WORD + 1)], np.uint64)
 
 
-@dataclass(frozen=True, slots=True)
-class PackedTexts:
+class PackedTexts(msgspec.Struct, frozen=True):
     """Texts end to end.
 
     Attributes:

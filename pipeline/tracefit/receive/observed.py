@@ -11,9 +11,9 @@ import statistics
 import time
 from bisect import bisect_left
 from collections import OrderedDict, deque
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+import msgspec
 from opentelemetry.proto.common.v1.common_pb2 import KeyValue
 from rich.console import Console
 from rich.live import Live
@@ -96,8 +96,7 @@ class ObservedStep(NamedTuple):
     cycle_us: float
 
 
-@dataclass(slots=True)
-class StepErrors:
+class StepErrors(msgspec.Struct):
     """Measured step times and the errors of their predictions.
 
     Attributes:
@@ -109,7 +108,7 @@ class StepErrors:
     """
 
     published: float | None = None
-    errors: ClassCounts = field(default_factory=lambda: ClassCounts(ERROR_BOUNDS))
+    errors: ClassCounts = msgspec.field(default_factory=lambda: ClassCounts(ERROR_BOUNDS))
     measured_s: float = 0.0
     predicted_s: float = 0.0
 
@@ -122,8 +121,7 @@ class StepErrors:
                 self.predicted_s += predicted / 1e6
 
 
-@dataclass(slots=True)
-class Observed:
+class Observed(msgspec.Struct):
     """Counts since the start, and the last times seen.
 
     Attributes:
@@ -144,7 +142,7 @@ class Observed:
 
     spans: int = 0
     exports: int = 0
-    refusals: Refusals = field(default_factory=Refusals)
+    refusals: Refusals = msgspec.field(default_factory=Refusals)
     unnamed: bool = False
     steps: int = 0
     step_spans: int = 0
@@ -152,14 +150,14 @@ class Observed:
     journeys: int = 0
     dropped_events: int = 0
     largest_span: int = 0
-    ttft_s: ClassCounts = field(default_factory=lambda: ClassCounts(LATENCY_BOUNDS_S))
-    queue_wait_s: ClassCounts = field(default_factory=lambda: ClassCounts(LATENCY_BOUNDS_S))
-    cycle_ms: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))
-    steps_seen: deque[ObservedStep] = field(default_factory=lambda: deque(maxlen=_RECENT))
+    ttft_s: ClassCounts = msgspec.field(default_factory=lambda: ClassCounts(LATENCY_BOUNDS_S))
+    queue_wait_s: ClassCounts = msgspec.field(default_factory=lambda: ClassCounts(LATENCY_BOUNDS_S))
+    cycle_ms: deque[float] = msgspec.field(default_factory=lambda: deque(maxlen=_RECENT))
+    steps_seen: deque[ObservedStep] = msgspec.field(default_factory=lambda: deque(maxlen=_RECENT))
     step_errors: StepErrors | None = None
-    _open_requests: OrderedDict[bytes, tuple[str, int]] = field(default_factory=OrderedDict)
-    _history: deque[tuple[float, int, int]] = field(default_factory=deque)
-    _warned: set[str] = field(default_factory=set)
+    _open_requests: OrderedDict[bytes, tuple[str, int]] = msgspec.field(default_factory=OrderedDict)
+    _history: deque[tuple[float, int, int]] = msgspec.field(default_factory=deque)
+    _warned: set[str] = msgspec.field(default_factory=set)
 
     def add(self, scope: str, span: Any) -> None:
         """Count a span of vLLM's, whose attributes are encoded."""

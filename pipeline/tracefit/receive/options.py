@@ -8,9 +8,12 @@ from __future__ import annotations
 import hmac
 import ipaddress
 import re
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+from msgspec.structs import replace
 
 from tracefit.errors import UsageError
 from tracefit.options import OptionFlag, keys_of, named, option
@@ -27,8 +30,7 @@ _OTHER_DESCRIPTORS = 256  # trace files, and what is open anyway
 _MIN_TOKEN_BYTES, _MAX_TOKEN_BYTES = 16, 4096  # 16 hexadecimal digits are 64 bits; headers hold 16 KiB
 
 
-@dataclass(frozen=True, slots=True)
-class Rotation:
+class Rotation(msgspec.Struct, frozen=True):
     """When the receiver closes a trace file and begins the next: at this size, or this long after its first record."""
 
     size_bytes: int = 64 << 20
@@ -39,8 +41,7 @@ class Rotation:
         return f"{self.size_bytes >> 20}MiB,{self.seconds / 60:g}min"
 
 
-@dataclass(frozen=True, slots=True)
-class IntakeLimits:
+class IntakeLimits(msgspec.Struct, frozen=True):
     """Limits of the memory that one sender, and all senders, can make the receiver use.
 
     Attributes:

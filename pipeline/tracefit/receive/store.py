@@ -18,9 +18,10 @@ import sys
 import tempfile
 import time
 from collections import OrderedDict, deque
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from tracefit.inputs.framing import LENGTH_BYTES
 from tracefit.receive.runs import RunFolders
@@ -61,8 +62,7 @@ def require_writable(root: Path) -> None:
         pass
 
 
-@dataclass(slots=True)
-class _SenderFile:
+class _SenderFile(msgspec.Struct):
     """A file that gets the records of a sender; `durable_bytes` are on disk, `identity` is its device and inode."""
 
     path: Path

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import re
 from contextlib import suppress
-from dataclasses import replace
 from datetime import datetime
 from itertools import pairwise
 from operator import attrgetter
@@ -22,6 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 import polars as pl
+from msgspec.structs import replace
 
 from tracefit.inputs.formats import Recording, register
 from tracefit.inputs.framing import BOM, LENGTH_BYTES, message_bytes, records

@@ -5,7 +5,6 @@ Token ids encode what users wrote: they are skipped and never decoded.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
 
 import msgspec
@@ -149,8 +148,7 @@ KV_ROW_COLUMNS = {name: _KV_TYPES.get(name, pl.Int64()) for name in (*_DERIVED, 
 """Columns of rows: `event_step` is the step an event names, `batch_step` that of its batch."""
 
 
-@dataclass(frozen=True, slots=True)
-class KvRows:
+class KvRows(msgspec.Struct, frozen=True):
     """Events of some recordings, columns as `KV_ROW_COLUMNS`, in input order, and the rejects."""
 
     rows: pl.DataFrame

@@ -7,10 +7,10 @@ lifetimes) and of steps, the ones used in training too (transfers in flight).
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import polars as pl
+from msgspec.structs import asdict
 
 from tracefit.tables import schema
 from tracefit.tables.runs import COMPLETE_SHARE

@@ -9,9 +9,9 @@ the rate that does not last for `SHORTEST_GAPS` gaps and `SHORTEST_NS` counts as
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+import msgspec
 import numpy as np
 
 if TYPE_CHECKING:
@@ -52,8 +52,7 @@ _MOST_PHASES = 60
 """Most times that a segment is cut out of a longer one, which bounds the time."""
 
 
-@dataclass(frozen=True, slots=True)
-class Burstiness:
+class Burstiness(msgspec.Struct, frozen=True):
     """How far arrivals within stretches of steady rate are from a Poisson process.
 
     Attributes:

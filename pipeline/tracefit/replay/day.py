@@ -16,6 +16,7 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
+import msgspec
 import numpy as np
 import polars as pl
 
@@ -76,8 +77,7 @@ End = Literal["likely", "high"]
 """Latencies as planned, or at the high end of their intervals."""
 
 
-@dataclass(frozen=True, slots=True)
-class DayLoad:
+class DayLoad(msgspec.Struct, frozen=True):
     """Requests in the order of arrival, every array of shape (n,).
 
     Attributes:
@@ -146,8 +146,7 @@ def cut_evenly(window: DayWindow, at_s: Vector, parts: int) -> list[DayWindow]:
     return [DayWindow(float(edges[k]), float(edges[k + 1]), ends[k], ends[k + 1]) for k in range(parts)]
 
 
-@dataclass(frozen=True, slots=True)
-class WindowReplay:
+class WindowReplay(msgspec.Struct, frozen=True):
     """Requests of a window on some of its servers.
 
     Attributes:

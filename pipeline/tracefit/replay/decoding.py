@@ -4,9 +4,9 @@ are new.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 
 from tracefit.replay.engine import MOST_AT_ONCE
@@ -25,8 +25,7 @@ step."""
 _FEWEST_KEPT = 128
 
 
-@dataclass(frozen=True, slots=True)
-class TabledDecoding:
+class TabledDecoding(msgspec.Struct, frozen=True):
     """A model of step times that is read from tables where requests only decode: one per number of requests, over their
     context.
 
@@ -41,7 +40,7 @@ class TabledDecoding:
 
     exact: StepTimeModel
     reads_waiting: bool = False
-    _tables: dict[tuple[int, int], tuple[Vector, Vector] | None] = field(default_factory=dict)
+    _tables: dict[tuple[int, int], tuple[Vector, Vector] | None] = msgspec.field(default_factory=dict)
 
     def step(self, batch: StepBatch) -> float:
         """Return the time of one step in us."""

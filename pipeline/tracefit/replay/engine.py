@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
+import msgspec
 import numpy as np
 
 if TYPE_CHECKING:
@@ -69,8 +70,7 @@ class StepTimeModel(Protocol):
         """
 
 
-@dataclass(frozen=True, slots=True)
-class EngineSettings:
+class EngineSettings(msgspec.Struct, frozen=True):
     """Settings of a server that decide which requests a step has.
 
     Attributes:
@@ -97,8 +97,7 @@ class EngineSettings:
     tokens_per_step: float = 1
 
 
-@dataclass(frozen=True, slots=True)
-class SchedulerRules:
+class SchedulerRules(msgspec.Struct, frozen=True):
     """Rules of the scheduler on which servers and simulators differ; the defaults are vLLM's.
 
     Attributes:
@@ -499,8 +498,7 @@ class _Blocks(ABC):
         return low
 
 
-@dataclass(slots=True)
-class _Stretch:
+class _Stretch(msgspec.Struct):
     """Free blocks that follow each other in the order they are taken, and were one request's."""
 
     count: int

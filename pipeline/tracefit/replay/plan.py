@@ -14,12 +14,14 @@ in each stretch of the recording, and the load that is planned for meets one mor
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, NamedTuple
 
+import msgspec
 import numpy as np
 import polars as pl
+from msgspec.structs import replace
 
 from tracefit.errors import DataError
 from tracefit.models.amounts import filled
@@ -83,8 +85,7 @@ _CLOSE_SHARE = 0.005
 # -- the load --------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class TrafficSample:
+class TrafficSample(msgspec.Struct, frozen=True):
     """Requests to draw from.
 
     Attributes:
@@ -267,8 +268,7 @@ def split_name(name: str) -> tuple[str, float]:
     return latency, float(q)
 
 
-@dataclass(frozen=True)
-class Fleet:
+class Fleet(msgspec.Struct, frozen=True, dict=True):
     """Equal servers under a load.
 
     Attributes:
@@ -286,7 +286,7 @@ class Fleet:
     sample: TrafficSample
     requests: int = REPLAYED_REQUESTS
     carried_per_s: float | None = None
-    _known: dict[tuple[int, float, int], Simulated] = field(default_factory=dict)
+    _known: dict[tuple[int, float, int], Simulated] = msgspec.field(default_factory=dict)
 
     @cached_property
     def times(self) -> TabledDecoding:

@@ -7,10 +7,10 @@ benchmark that begins. One with a rate sends them as a Poisson process.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+from msgspec.structs import replace
 
 from tracefit.errors import DataError
 from tracefit.replay.engine import ReplayedRequest, ReplayEngine

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+import msgspec
 import numpy as np
 
 from tracefit.replay.counted import CountedEngine
@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     from tracefit.statistics import Integers, Vector
 
 
-@dataclass(frozen=True, slots=True)
-class RequestLoad:
+class RequestLoad(msgspec.Struct, frozen=True):
     """Requests in the order of arrival, every array of shape (n,).
 
     Attributes:
@@ -38,8 +37,7 @@ class RequestLoad:
     generated_tokens: Integers | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class ReplayedTimes:
+class ReplayedTimes(msgspec.Struct, frozen=True):
     """Times of the requests in us, on the clock of their arrivals; NaN for one that is never served.
 
     Attributes:

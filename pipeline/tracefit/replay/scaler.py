@@ -10,9 +10,9 @@ time.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 
 if TYPE_CHECKING:
@@ -26,8 +26,7 @@ _KEPT = 10
 """Intervals in which no load may need a server before it is let go."""
 
 
-@dataclass(frozen=True, slots=True)
-class ScaledServers:
+class ScaledServers(msgspec.Struct, frozen=True):
     """Servers over time.
 
     Attributes:

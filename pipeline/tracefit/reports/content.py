@@ -7,10 +7,12 @@ verdicts are in `sentences`, the figures in `figures`; here are the sections and
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
 
 from tracefit.fit.splits import of_means
 from tracefit.models.schema import NEVER, BoundaryModel, RegimesModel, main_forms
@@ -118,8 +120,7 @@ class Goodput(NamedTuple):
     requests_per_s: float | None
 
 
-@dataclass(frozen=True, slots=True)
-class DeploymentParts:
+class DeploymentParts(msgspec.Struct, frozen=True):
     """One deployment of the report: its evaluation, its models by name, its figures, null where these are left out, and
     goodput by run.
     """
@@ -203,14 +204,14 @@ def build_report(
         for one in deployments
     ]
     # The first one is open: a page of headings alone would say nothing.
-    sections = [replace(one, folded=k > 0, is_choice=True) for k, one in enumerate(sections)]
+    sections = [msgspec.structs.replace(one, folded=k > 0, is_choice=True) for k, one in enumerate(sections)]
     exactness = least_exact([(one.label.name, one.deployment) for one in deployments])
     titles = list(dict.fromkeys(_title(one) for one in deployments))
     title = " and ".join(titles) if len(titles) < 3 else f"{titles[0]} and {len(titles) - 1} more models"
     return Report(
         title,
         exactness,
-        (replace(_overview(deployments), leads_to=tuple(sections)), *sections, *data),
+        (msgspec.structs.replace(_overview(deployments), leads_to=tuple(sections)), *sections, *data),
         subject,
     )
 

@@ -7,8 +7,9 @@ Markdown: `code`, **bold** and *emphasis*. The whole of it as Markdown is here t
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias, TypeVar, assert_never
+
+import msgspec
 
 from tracefit.errors import printable
 
@@ -25,8 +26,7 @@ Trace: TypeAlias = dict[str, object]
 """One series of a figure, or its layout, in plotly's own terms."""
 
 
-@dataclass(frozen=True, slots=True)
-class Table:
+class Table(msgspec.Struct, frozen=True):
     """A table of written cells, inline Markdown each.
 
     Attributes:
@@ -48,22 +48,19 @@ class Table:
         return tuple(any(cells) and all(_NUMBER_PATTERN.fullmatch(cell) for cell in cells) for cells in columns)
 
 
-@dataclass(frozen=True, slots=True)
-class Bullets:
+class Bullets(msgspec.Struct, frozen=True):
     """A list of sentences."""
 
     items: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class ShellLines:
+class ShellLines(msgspec.Struct, frozen=True):
     """Lines of a shell to copy, shown as they are."""
 
     lines: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class UseVerdict:
+class UseVerdict(msgspec.Struct, frozen=True):
     """Whether models are good enough for one use, and the reason in a sentence."""
 
     use: str
@@ -71,15 +68,13 @@ class UseVerdict:
     sentence: str
 
 
-@dataclass(frozen=True, slots=True)
-class Verdicts:
+class Verdicts(msgspec.Struct, frozen=True):
     """The verdicts on all uses of one deployment."""
 
     uses: tuple[UseVerdict, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Figure:
+class Figure(msgspec.Struct, frozen=True):
     """A figure as plotly draws it, and its meaning in words and numbers.
 
     Attributes:
@@ -109,7 +104,7 @@ class Figure:
     hint: str = ""
     wide: bool = False
     height: int = 340
-    curves: Trace = field(default_factory=dict)
+    curves: Trace = msgspec.field(default_factory=dict)
 
     @property
     def caption(self) -> str:
@@ -117,8 +112,7 @@ class Figure:
         return f"{self.look} {self.note}".rstrip()
 
 
-@dataclass(frozen=True, slots=True)
-class Section:
+class Section(msgspec.Struct, frozen=True):
     """Parts under a heading; a page shows a folded one closed, and of the choices only one open at a time."""
 
     title: str
@@ -130,8 +124,7 @@ class Section:
 ReportPart: TypeAlias = "str | Bullets | ShellLines | Table | Verdicts | Figure | Section"
 
 
-@dataclass(frozen=True, slots=True)
-class Report:
+class Report(msgspec.Struct, frozen=True):
     """A whole report, in reading order.
 
     Attributes:
@@ -143,7 +136,7 @@ class Report:
 
     title: str
     lead: str = ""
-    parts: tuple[ReportPart, ...] = field(default_factory=tuple)
+    parts: tuple[ReportPart, ...] = msgspec.field(default_factory=tuple)
     subject: str = ""
 
     def figures(self) -> Iterator[Figure]:

@@ -5,9 +5,10 @@ They are in this room because it draws, and knows the rooms that read the files;
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from tracefit.errors import EXIT_DONE, EXIT_QUARANTINE
 from tracefit.results.models import DeploymentSummary, LatencySummary, MissingModels, ModelSummary
@@ -23,8 +24,7 @@ if TYPE_CHECKING:
     from tracefit.tables.store import RunTables
 
 
-@dataclass(frozen=True, slots=True)
-class TrainResult(Shown):
+class TrainResult(Shown, frozen=True):
     """The models' folder, and their errors."""
 
     # Paths, not file contents: a notebook shows a result, and `report` and `load` open the files.
@@ -41,11 +41,11 @@ class TrainResult(Shown):
     latencies: tuple[LatencySummary, ...] = ()
     quarantined: bool = False
     deployments: tuple[DeploymentSummary, ...] = ()
-    verdicts: dict[str, dict[str, str]] = field(default_factory=dict)
+    verdicts: dict[str, dict[str, str]] = msgspec.field(default_factory=dict)
     """deployment_id to use to verdict: yes, with limits or no."""
-    reasons: dict[str, dict[str, str]] = field(default_factory=dict)
+    reasons: dict[str, dict[str, str]] = msgspec.field(default_factory=dict)
     """deployment_id to use to the first reason of its verdict."""
-    tables: Path = field(default_factory=Path)
+    tables: Path = msgspec.field(default_factory=Path)
     """Folder of the tables that the models were fitted on."""
     warnings: tuple[str, ...] = ()
     """Warnings for the user."""
@@ -73,13 +73,12 @@ class TrainResult(Shown):
         return draw(self.evaluation, self.models, self.tables, figure, deployment)
 
 
-@dataclass(frozen=True, slots=True)
-class RunResult(Shown):
+class RunResult(Shown, frozen=True):
     """Result of the main job: ingest and train."""
 
     ingested: IngestResult
     trained: TrainResult
-    out: Path = field(default_factory=Path)
+    out: Path = msgspec.field(default_factory=Path)
 
     @property
     def exit_code(self) -> int:
@@ -103,7 +102,7 @@ class RunResult(Shown):
         """The held-out errors, one model per row, beside those of the training median and of gradient boosting."""
         import polars as pl
 
-        return pl.DataFrame(self.trained.fitted)
+        return pl.DataFrame([msgspec.structs.asdict(one) for one in self.trained.fitted])
 
     @property
     def tables(self) -> RunTables:

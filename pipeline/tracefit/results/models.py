@@ -8,9 +8,10 @@ programs that read it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
+
+import msgspec
 
 from tracefit.errors import EXIT_DONE, EXIT_NOTHING, EXIT_QUARANTINE
 from tracefit.results.notebook import Shown
@@ -19,8 +20,7 @@ from tracefit.results.replays import RunReplay
 # -- train, report, synth ------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class DeploymentSummary:
+class DeploymentSummary(msgspec.Struct, frozen=True):
     """One deployment that was fitted: its runs, and the server's settings as text."""
 
     deployment_id: str
@@ -28,8 +28,7 @@ class DeploymentSummary:
     settings: dict[str, str]
 
 
-@dataclass(frozen=True, slots=True)
-class ModelSummary:
+class ModelSummary(msgspec.Struct, frozen=True):
     """One fitted model in numbers."""
 
     name: str
@@ -50,8 +49,7 @@ class ModelSummary:
     """Whether it is a model of waits whose errors are under a millisecond, as those of a constant guess are."""
 
 
-@dataclass(frozen=True, slots=True)
-class LatencySummary:
+class LatencySummary(msgspec.Struct, frozen=True):
     """Errors of one request latency, each on the held-out requests."""
 
     name: str
@@ -68,8 +66,7 @@ class LatencySummary:
     """Error of the models with the measured queue and batches."""
 
 
-@dataclass(frozen=True, slots=True)
-class MissingModels:
+class MissingModels(msgspec.Struct, frozen=True):
     """Models of a deployment that were not fitted for the same reason, and what gives them."""
 
     deployment_id: str
@@ -78,8 +75,7 @@ class MissingModels:
     remedy: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class ReportResult(Shown):
+class ReportResult(Shown, frozen=True):
     """The report's files, and its verdicts."""
 
     files: tuple[Path, ...]
@@ -91,8 +87,7 @@ class ReportResult(Shown):
     """Whether the models can be used, and how exact they are, in a sentence."""
 
 
-@dataclass(frozen=True, slots=True)
-class SynthResult(Shown):
+class SynthResult(Shown, frozen=True):
     """The run folders that were generated."""
 
     folders: tuple[Path, ...]
@@ -105,8 +100,7 @@ class SynthResult(Shown):
 DriftVerdict = Literal["good", "drifted", "unknown"]
 
 
-@dataclass(frozen=True, slots=True)
-class CoefficientDiff:
+class CoefficientDiff(msgspec.Struct, frozen=True):
     """One coefficient in two files.
 
     Attributes:
@@ -130,8 +124,7 @@ class CoefficientDiff:
     apart: bool | None
 
 
-@dataclass(frozen=True, slots=True)
-class PredictionDiff:
+class PredictionDiff(msgspec.Struct, frozen=True):
     """Difference of the predictions of one linear form over the range both files were trained on, second minus first.
 
     Attributes:
@@ -153,8 +146,7 @@ class PredictionDiff:
     ranges: dict[str, tuple[float, float]]
 
 
-@dataclass(frozen=True, slots=True)
-class ModelComparison:
+class ModelComparison(msgspec.Struct, frozen=True):
     """One model in two files."""
 
     model: str
@@ -164,8 +156,7 @@ class ModelComparison:
     shifts: tuple[PredictionDiff, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Drift:
+class Drift(msgspec.Struct, frozen=True):
     """One model of an old file on new traces.
 
     Like is compared with like: rows within the training range, of the source that the published error is of.
@@ -204,8 +195,7 @@ class Drift:
     decides: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class LatencyDrift:
+class LatencyDrift(msgspec.Struct, frozen=True):
     """A percentile of a latency in a new run, as measured and as replayed with the models of an old file.
 
     A replay has the arrivals and lengths of the run, and the queue, the batches and the steps from the models and the
@@ -243,8 +233,7 @@ class LatencyDrift:
     reason: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class ComparedLatency:
+class ComparedLatency(msgspec.Struct, frozen=True):
     """A latency of a point of a benchmark beside its prediction.
 
     Attributes:
@@ -260,8 +249,7 @@ class ComparedLatency:
     error_pct: float | None
 
 
-@dataclass(frozen=True, slots=True)
-class ComparedPoint:
+class ComparedPoint(msgspec.Struct, frozen=True):
     """A point of a benchmark beside the prediction of its load.
 
     Attributes:
@@ -289,8 +277,7 @@ class ComparedPoint:
     deployment_id: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class CompareResult(Shown):
+class CompareResult(Shown, frozen=True):
     """Differences of two files, the drift of one, or predictions beside the points of a benchmark.
 
     Attributes:
@@ -328,8 +315,7 @@ class CompareResult(Shown):
 # -- export ---------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class HeldOut:
+class HeldOut(msgspec.Struct, frozen=True):
     """Error of an exported form on the hold-out, beside the training median's.
 
     Attributes:
@@ -351,8 +337,7 @@ class HeldOut:
     baseline_mae: float | None
 
 
-@dataclass(frozen=True, slots=True)
-class ExportResult(Shown):
+class ExportResult(Shown, frozen=True):
     """Files written for a consumer, and the held-out error of the exported form.
 
     Attributes:
@@ -375,8 +360,7 @@ class ExportResult(Shown):
 # -- transfer -------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class LawPart:
+class LawPart(msgspec.Struct, frozen=True):
     """A coefficient of the law.
 
     Attributes:
@@ -398,8 +382,7 @@ class LawPart:
     left_out_range: tuple[float, float] | None
 
 
-@dataclass(frozen=True, slots=True)
-class LeftOutSource:
+class LeftOutSource(msgspec.Struct, frozen=True):
     """Mean errors in percent on a source that was left out, beside simpler answers.
 
     Attributes:
@@ -423,8 +406,7 @@ class LeftOutSource:
     coverage_pct: float | None
 
 
-@dataclass(frozen=True, slots=True)
-class TransferResult(Shown):
+class TransferResult(Shown, frozen=True):
     """The model of a server that was never traced.
 
     Attributes:
@@ -461,8 +443,7 @@ class TransferResult(Shown):
 # -- predict --------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class RowPredictions(Shown):
+class RowPredictions(Shown, frozen=True):
     """Predictions for the rows of a file.
 
     Attributes:
@@ -481,8 +462,7 @@ class RowPredictions(Shown):
 # -- replay ---------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class ReplayResult(Shown):
+class ReplayResult(Shown, frozen=True):
     """Runs replayed with the models that were fitted on the earlier part.
 
     Attributes:
@@ -500,8 +480,7 @@ class ReplayResult(Shown):
 # -- verify ---------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Difference:
+class Difference(msgspec.Struct, frozen=True):
     """A value that the refit does not confirm: its path in the file, the published value, the refitted one."""
 
     place: str
@@ -509,8 +488,7 @@ class Difference:
     refitted: str
 
 
-@dataclass(frozen=True, slots=True)
-class VerifyResult(Shown):
+class VerifyResult(Shown, frozen=True):
     """Whether a refit of its inputs reproduces a coefficient file.
 
     Attributes:

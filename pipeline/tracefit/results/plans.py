@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+import msgspec
+
 from tracefit.errors import EXIT_DONE, EXIT_NOTHING
 from tracefit.results.notebook import Shown
 
@@ -78,8 +80,7 @@ class ServerCapacity:
     knee_per_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class Objective:
+class Objective(msgspec.Struct, frozen=True):
     """The longest that a percentile of a latency may be.
 
     Attributes:
@@ -91,8 +92,7 @@ class Objective:
     limit_ms: float
 
 
-@dataclass(frozen=True, slots=True)
-class PlannedArrivals:
+class PlannedArrivals(msgspec.Struct, frozen=True):
     """When the requests of a plan come: at a steady rate.
 
     Attributes:
@@ -112,8 +112,7 @@ class PlannedArrivals:
     traced_dispersion_sd: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class PlannedLoad:
+class PlannedLoad(msgspec.Struct, frozen=True):
     """The requests of a plan.
 
     Attributes:
@@ -131,8 +130,7 @@ class PlannedLoad:
     prefix_hit_pct: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class PlannedDrafts:
+class PlannedDrafts(msgspec.Struct, frozen=True):
     """Speculative decoding of a plan: ITL is the time per token, TPOT; outputs come a step apart.
 
     Attributes:
@@ -152,8 +150,7 @@ class PlannedDrafts:
     step_mean_ms: float | None
 
 
-@dataclass(frozen=True, slots=True)
-class PlannedWindow:
+class PlannedWindow(msgspec.Struct, frozen=True):
     """A window of time of a file of arrivals.
 
     Attributes:
@@ -185,8 +182,7 @@ class PlannedWindow:
     scaled_holds: bool | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class BindingLatency:
+class BindingLatency(msgspec.Struct, frozen=True):
     """An objective in the window that needs the most servers.
 
     Attributes:
@@ -204,16 +200,14 @@ class BindingLatency:
     one_fewer: float | None
 
 
-@dataclass(frozen=True, slots=True)
-class ServerChange:
+class ServerChange(msgspec.Struct, frozen=True):
     """The number of servers that a scaler has ready from a time on, in s on the clock of the file."""
 
     from_s: float
     servers: int
 
 
-@dataclass(frozen=True, slots=True)
-class ScalerPlan:
+class ScalerPlan(msgspec.Struct, frozen=True):
     """Servers that a scaler needs, which follows the load by what a server carries.
 
     Attributes:
@@ -238,8 +232,7 @@ class ScalerPlan:
     changes: tuple[ServerChange, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class DayPlan:
+class DayPlan(msgspec.Struct, frozen=True):
     """Servers for a file of arrivals.
 
     Attributes:
@@ -282,8 +275,7 @@ class DayPlan:
     cost_scaled: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class ServerPlan:
+class ServerPlan(msgspec.Struct, frozen=True):
     """The answer for one kind of server.
 
     Attributes:
@@ -358,8 +350,7 @@ class ServerPlan:
     notes: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class RankedServers:
+class RankedServers(msgspec.Struct, frozen=True):
     """The cost of one kind of server for a load.
 
     Attributes:
@@ -393,8 +384,7 @@ class RankedServers:
     ties: bool
 
 
-@dataclass(frozen=True, slots=True)
-class PlanResult(Shown):
+class PlanResult(Shown, frozen=True):
     """How many servers a load needs, for each kind of server.
 
     Attributes:

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import msgspec
+
 from tracefit.errors import EXIT_DONE
 from tracefit.results.notebook import Shown
 
@@ -79,8 +81,7 @@ class RecordedLoad:
     output_spread: float
 
 
-@dataclass(frozen=True, slots=True)
-class PhaseSummary:
+class PhaseSummary(msgspec.Struct, frozen=True):
     """How long requests were in one phase, and its share of all their phases' time."""
 
     phase: str
@@ -88,8 +89,7 @@ class PhaseSummary:
     seconds: Quantiles
 
 
-@dataclass(frozen=True, slots=True)
-class RequestSummary(Shown):
+class RequestSummary(Shown, frozen=True):
     """Requests of all runs: in total, by run, by phase and over time."""
 
     total: RequestGroup

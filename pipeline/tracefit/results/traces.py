@@ -6,9 +6,10 @@ programs that read it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
+
+import msgspec
 
 from tracefit.errors import EXIT_DONE, EXIT_NOTHING, EXIT_QUARANTINE
 from tracefit.results.notebook import Shown
@@ -17,8 +18,7 @@ from tracefit.tables.health import Check
 # -- ingest ---------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class RunSummary:
+class RunSummary(msgspec.Struct, frozen=True):
     """One ingested run."""
 
     run_id: str
@@ -43,8 +43,7 @@ class RunSummary:
     """Servers of different models that are read as one deployment, each in a sentence."""
 
 
-@dataclass(frozen=True, slots=True)
-class IngestResult(Shown):
+class IngestResult(Shown, frozen=True):
     """The tables' folder, and the runs in it.
 
     Attributes:
@@ -71,8 +70,7 @@ class IngestResult(Shown):
         return EXIT_QUARANTINE if troubled or self.failed else EXIT_DONE
 
 
-@dataclass(frozen=True, slots=True)
-class PlannedFile:
+class PlannedFile(msgspec.Struct, frozen=True):
     """One trace file: its format, and the bytes that are not in the tables yet.
 
     Attributes:
@@ -95,8 +93,7 @@ class PlannedFile:
     bytes_to_read: int
 
 
-@dataclass(frozen=True, slots=True)
-class IngestPlan(Shown):
+class IngestPlan(Shown, frozen=True):
     """The files an ingest would read.
 
     Attributes:
@@ -113,8 +110,7 @@ class IngestPlan(Shown):
 Allowed = Literal["yes", "limited", "no"]
 
 
-@dataclass(frozen=True, slots=True)
-class FileShape:
+class FileShape(msgspec.Struct, frozen=True):
     """One trace file: its name, size as stored, compression and shape in words."""
 
     name: str
@@ -123,8 +119,7 @@ class FileShape:
     shape: str
 
 
-@dataclass(frozen=True, slots=True)
-class ScopeSpans:
+class ScopeSpans(msgspec.Struct, frozen=True):
     """Spans of one instrumentation scope and their dialect; `lifecycle` spans are recognised by their names."""
 
     scope: str
@@ -132,8 +127,7 @@ class ScopeSpans:
     dialect: str | None
 
 
-@dataclass(frozen=True, slots=True)
-class ServerFacts:
+class ServerFacts(msgspec.Struct, frozen=True):
     """One server of a run; sampling rates are estimates, null if the traces do not show them."""
 
     # Columns of the `runs` table by name, in the order in which `--json` has always had them: the evaluation
@@ -151,8 +145,7 @@ class ServerFacts:
     last_unix_ns: int | None
 
 
-@dataclass(frozen=True, slots=True)
-class RunFacts:
+class RunFacts(msgspec.Struct, frozen=True):
     """One run as it was read; `files` is empty when tables were inspected.
 
     `other_scopes` counts the spans of scopes that are not read. `implausible` counts the values left out, by
@@ -181,8 +174,7 @@ class RunFacts:
     checks: tuple[Check, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Allowance:
+class Allowance(msgspec.Struct, frozen=True):
     """One thing that the traces may or may not support, and the reason."""
 
     what: str
@@ -192,8 +184,7 @@ class Allowance:
     """Whether a model is fitted on it."""
 
 
-@dataclass(frozen=True, slots=True)
-class DeploymentInspection:
+class DeploymentInspection(msgspec.Struct, frozen=True):
     """The models that the runs of one deployment allow together: models are fitted per deployment."""
 
     deployment_id: str
@@ -201,8 +192,7 @@ class DeploymentInspection:
     allows: tuple[Allowance, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Inspection(Shown):
+class Inspection(Shown, frozen=True):
     """The result of `inspect`."""
 
     runs: tuple[RunFacts, ...]
@@ -218,8 +208,7 @@ class Inspection(Shown):
 # -- receive --------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class ReceivedFrom:
+class ReceivedFrom(msgspec.Struct, frozen=True):
     """Spans received from one server process and acknowledged, by `service.name` and `service.instance.id` or host."""
 
     service: str
@@ -227,8 +216,7 @@ class ReceivedFrom:
     spans: int
 
 
-@dataclass(frozen=True, slots=True)
-class RecordedFrom:
+class RecordedFrom(msgspec.Struct, frozen=True):
     """ForwardPassMetrics of one publisher: records on disk, messages lost, and messages not kept, by cause."""
 
     endpoint: str
@@ -238,8 +226,7 @@ class RecordedFrom:
     refused_by_cause: dict[str, int]
 
 
-@dataclass(frozen=True, slots=True)
-class ReceiveResult:
+class ReceiveResult(msgspec.Struct, frozen=True):
     """The received data: every counted span and record is on disk.
 
     Attributes:

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
+
+import msgspec
 
 from tracefit.errors import UsageError
 
@@ -34,8 +35,7 @@ _INDEX_SCALE_ELEMENTS = 128  # keys of an indexer are cached in fp8, with a scal
 # -- parts of a layer ------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class LatentAttention:
+class LatentAttention(msgspec.Struct, frozen=True):
     """Sizes of multi-head latent attention (DeepSeek), in elements.
 
     Attributes:
@@ -63,8 +63,7 @@ class LatentAttention:
         return self.qk_nope_head_dim + self.qk_rope_head_dim
 
 
-@dataclass(frozen=True, slots=True)
-class CompressedAttention:
+class CompressedAttention(msgspec.Struct, frozen=True):
     """Sizes of attention that caches one vector as key and value, and one for several tokens (DeepSeek-V4).
 
     Attributes:
@@ -80,8 +79,7 @@ class CompressedAttention:
     recent_tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Indexer:
+class Indexer(msgspec.Struct, frozen=True):
     """The small attention that chooses which cached tokens the attention of its layer reads (DeepSeek-V3.2).
 
     Attributes:
@@ -110,8 +108,7 @@ class CacheRead(NamedTuple):
     shards: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Attention:
+class Attention(msgspec.Struct, frozen=True, kw_only=True):
     """Attention of one layer over the tokens before.
 
     Attributes:
@@ -280,8 +277,7 @@ def _per_token(entry: CacheRead, ratio: int) -> CacheRead:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class LayerState:
+class LayerState(msgspec.Struct, frozen=True):
     """A state of fixed size per request, instead of keys and values per token: linear attention, Mamba, a short
     convolution.
 
@@ -298,8 +294,7 @@ class LayerState:
     conv_elements: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Experts:
+class Experts(msgspec.Struct, frozen=True, kw_only=True):
     """The routed experts of one layer, and the shared ones beside them.
 
     Attributes:
@@ -319,8 +314,7 @@ class Experts:
     latent: int | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Layer:
+class Layer(msgspec.Struct, frozen=True, kw_only=True):
     """One layer: attention and a state, which mix tokens, and FFNs and experts, which work on each token by itself.
 
     Attributes:
@@ -355,8 +349,7 @@ class Layer:
 # -- the model -------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class ModelArchitecture:
+class ModelArchitecture(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """A decoder, as far as latency depends on it.
 
     Attributes:

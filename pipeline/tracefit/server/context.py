@@ -9,10 +9,12 @@ from __future__ import annotations
 import hashlib
 import json
 from contextlib import suppress
-from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import msgspec
+from msgspec.structs import replace
 
 from tracefit.errors import UsageError
 from tracefit.options import ServerOptions, named
@@ -39,8 +41,7 @@ if TYPE_CHECKING:
     from tracefit.server.server_log import ServerStart
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class RunContext:
+class RunContext(msgspec.Struct, frozen=True, eq=False):
     """The server of one run: settings, and the model and GPU if known. The runs of a fleet share one object, which
     equals no other.
     """
@@ -68,8 +69,7 @@ class RunContext:
         return name if isinstance(name, str) and name.strip() else None
 
 
-@dataclass(frozen=True, slots=True)
-class Deployment:
+class Deployment(msgspec.Struct, frozen=True):
     """The conditions a fitted model is valid for: one model on one kind of GPU under one set of settings."""
 
     deployment_id: str

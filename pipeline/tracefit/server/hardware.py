@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Annotated, Literal
 
+import msgspec
 from pydantic import Field
 
 from tracefit.errors import UsageError
@@ -206,8 +207,7 @@ def _key(name: str) -> str:
     return _MAKERS.sub("", re.sub(r"[^a-z0-9]", "", name.lower()))
 
 
-@dataclass(frozen=True, slots=True)
-class _Spelling:
+class _Spelling(msgspec.Struct, frozen=True):
     """How the names of a GPU are made: the model, then any of some words and memory sizes in any order, as patterns
     over `_key`.
 

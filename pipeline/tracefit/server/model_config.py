@@ -9,8 +9,9 @@ which makes weights smaller.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
 
 from tracefit.errors import UsageError
 from tracefit.server.architecture import ModelArchitecture

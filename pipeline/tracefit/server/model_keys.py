@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from tracefit.errors import UsageError
 from tracefit.server.documents import FLAG, TEXT, excerpt, validated, whole_number
@@ -182,15 +183,14 @@ MOST_HEADS = 2**16
 MOST_MATRIX_ROWS = 2**28
 
 
-@dataclass(slots=True)
-class Config:
+class Config(msgspec.Struct):
     """A configuration with its nested text part in front, and the list of assumptions."""
 
     inner: Document
     outer: Document
     where: str
     model_type: str
-    assumed: list[str] = field(default_factory=list)
+    assumed: list[str] = msgspec.field(default_factory=list)
 
     @property
     def family(self) -> str:

@@ -8,8 +8,9 @@ Where a configuration shows kinds of layers that it cannot read, it refuses: the
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+from msgspec.structs import replace
 
 from tracefit.server.architecture import (
     Attention,

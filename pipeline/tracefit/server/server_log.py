@@ -11,8 +11,10 @@ from __future__ import annotations
 import ast
 import re
 import warnings
-from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
+
+import msgspec
+from msgspec.structs import replace
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -68,8 +70,7 @@ _LARGE_LIMITS = ((160, (16_384, 1_024)), (70, (8_192, 1_024)))
 memory on (vLLM 0.32, `EngineArgs.get_batch_defaults`)."""
 
 
-@dataclass(frozen=True, slots=True)
-class ServerStart:
+class ServerStart(msgspec.Struct, frozen=True):
     """One start of a server, as its log describes it.
 
     Attributes:
@@ -79,7 +80,7 @@ class ServerStart:
         cache_blocks: The same in blocks, as older versions print it.
     """
 
-    stated: dict[str, object] = field(default_factory=dict)
+    stated: dict[str, object] = msgspec.field(default_factory=dict)
     device: str | None = None
     cache_tokens: int | None = None
     cache_blocks: int | None = None

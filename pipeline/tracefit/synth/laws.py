@@ -5,8 +5,9 @@ Times are microseconds, sizes are tokens or requests, FLOPs and bytes are per GP
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeVar
+
+import msgspec
 
 from tracefit.errors import UsageError
 
@@ -21,8 +22,7 @@ ConfigValue: TypeAlias = str | int | float | bool | list[str] | None
 """A value of a Hugging Face model config as we write it."""
 
 
-@dataclass(frozen=True, slots=True)
-class LawGpu:
+class LawGpu(msgspec.Struct, frozen=True):
     """Rates of one GPU."""
 
     name: str  # as run configs spell it
@@ -43,8 +43,7 @@ GPUS: Mapping[str, LawGpu] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class ServedModel:
+class ServedModel(msgspec.Struct, frozen=True):
     """An architecture, with the facts its `config.json` states."""
 
     name: str  # under which the generator knows it
@@ -207,8 +206,7 @@ def lookup(table: Mapping[str, _T], name: str | None, *, option: str) -> _T:
 # -- laws -----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Composition:
+class Composition(msgspec.Struct, frozen=True):
     """The batch of one step.
 
     Prefill means "no output token yet", decode "has output", as the trace counts them. A request that resumes
@@ -247,8 +245,7 @@ class StepLaw(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class LinearLaw:
+class LinearLaw(msgspec.Struct, frozen=True):
     """Step time as a linear function of facts in the trace; defaults as of a small model on an H100.
 
     time = intercept + a·(prefill + recompute tokens) + b·decode requests + c·decode context tokens
@@ -276,8 +273,7 @@ class LinearLaw:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class RooflineLaw:
+class RooflineLaw(msgspec.Struct, frozen=True):
     """Step time as the larger of compute and memory time plus overheads; no linear model is equal to it."""
 
     model: ServedModel
@@ -326,8 +322,7 @@ class RooflineLaw:
         return bound_us + self.allreduce_us(step) + self.base_us + self.per_req_us * step.num_reqs
 
 
-@dataclass(frozen=True, slots=True)
-class AdmissionLaw:
+class AdmissionLaw(msgspec.Struct, frozen=True):
     """API work between ARRIVED and the engine's input socket.
 
     The time to QUEUED is longer: the engine core drains its socket between steps only.
@@ -343,8 +338,7 @@ class AdmissionLaw:
         return self.base_us + self.per_prompt_token_us * prompt_tokens
 
 
-@dataclass(frozen=True, slots=True)
-class DepartureLaw:
+class DepartureLaw(msgspec.Struct, frozen=True):
     """FINISHED to DEPARTED: the API process works through the outputs of the finishing step."""
 
     # Measured: 90 to 215 us per request in the batch, 100 to 350 us per request that finishes, nothing per

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal, NoReturn, TypeAlias, get_args, get_origin, get_type_hints
 
+import msgspec
+
 from tracefit.errors import UsageError
 from tracefit.options import OptionFlag, named, option
 from tracefit.synth.laws import (
@@ -50,8 +52,7 @@ FormatsOption = Annotated[
 CompressOption = Annotated[Literal["none", "gz", "zst"], OptionFlag("Compression of the trace files.", "compress")]
 
 
-@dataclass(frozen=True, slots=True)
-class LengthMix:
+class LengthMix(msgspec.Struct, frozen=True):
     """A mixture of log-normal lengths, in tokens."""
 
     # (weight, median in tokens, sigma of the logarithm) of each; a sigma of 0 is a constant.
@@ -60,8 +61,7 @@ class LengthMix:
     maximum: int = 4_096
 
 
-@dataclass(frozen=True, slots=True)
-class LoadPhase:
+class LoadPhase(msgspec.Struct, frozen=True):
     """A period of the load."""
 
     name: str  # for the reader
@@ -69,8 +69,7 @@ class LoadPhase:
     rate: float  # factor on the arrival rate
 
 
-@dataclass(frozen=True, slots=True)
-class LengthPhase(LoadPhase):
+class LengthPhase(LoadPhase, frozen=True):
     """A period of the load whose requests have lengths of their own."""
 
     prompt_tokens: LengthMix

@@ -12,11 +12,11 @@ import io
 import json
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, is_dataclass
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
+import msgspec
 import numpy as np
 import polars as pl
 import pyarrow as pa
@@ -42,8 +42,7 @@ TraceSuffix: TypeAlias = Literal["gz", "zst"]
 _GZIP_LEVEL = 6  # gzip's default
 
 
-@dataclass(frozen=True, slots=True)
-class SynthRun:
+class SynthRun(msgspec.Struct, frozen=True):
     """A simulated run: the spans or records, and the truth."""
 
     options: SynthOptions
@@ -198,12 +197,10 @@ def _tracing(options: SynthOptions) -> dict[str, int | float]:
 
 def _truth(run: SynthRun) -> dict[str, object]:
     """Return the law with its coefficients and all options, ready for JSON."""
-    # A law of the caller that is not a dataclass is written as its repr.
-    coefficients: object = repr(run.law)
-    if is_dataclass(run.law) and not isinstance(run.law, type):
-        coefficients = asdict(run.law)
+    # A law of the caller that has no fields is written as its repr.
+    coefficients = msgspec.to_builtins(run.law, enc_hook=repr)
     law = type(run.law).__name__
-    options = {**asdict(run.options), "law": law}
+    options = {**msgspec.to_builtins(run.options, enc_hook=str), "law": law}
     return {"law": law, "coefficients": coefficients, "seed": run.options.seed, "options": options}
 
 

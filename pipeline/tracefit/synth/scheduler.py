@@ -6,9 +6,10 @@ There is no clock in here: `Scheduler.schedule`, `launch` and `update` are one s
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
 
 from tracefit.synth.laws import Composition
 
@@ -59,8 +60,7 @@ class QueueState(NamedTuple):
     blocks_free: int
 
 
-@dataclass(slots=True, eq=False)
-class Request:
+class Request(msgspec.Struct, eq=False):
     """One request: as its client sends it, as the engine core has it, and its fate.
 
     Times are monotonic nanoseconds; those of the API process are 0 until the request has ended.
@@ -94,7 +94,7 @@ class Request:
 
     # Its fate.
     queue_state: QueueState | None = None
-    points: list[JourneyPoint] = field(default_factory=list)
+    points: list[JourneyPoint] = msgspec.field(default_factory=list)
     abort_ns: int | None = None  # when its client went
     batch_reqs: int = 0  # in the batch of the step it finished in; 0 if it was aborted
     finishing_reqs: int = 0  # that finished with that step
@@ -125,8 +125,7 @@ class Request:
         return next((point for point in self.points if point.event == event), None)
 
 
-@dataclass(slots=True)
-class _Prefix:
+class _Prefix(msgspec.Struct):
     """Blocks of one shared prefix: kept while in use, and after that until the blocks are needed."""
 
     blocks: int
@@ -197,18 +196,17 @@ class Scheduled(NamedTuple):
     computed_tokens: int  # in the KV cache before them
 
 
-@dataclass(slots=True)
-class StepPlan:
+class StepPlan(msgspec.Struct):
     """Outcome of one `schedule()`."""
 
     step_id: int
     budget: int  # tokens left to grant
     num_finished: int  # requests that ended since the `schedule()` before
-    scheduled: list[Scheduled] = field(default_factory=list)  # in the order of the grants
-    preempted: list[Request] = field(default_factory=list)  # in the order they lost their blocks
-    first: list[Request] = field(default_factory=list)  # scheduled for the first time
-    resumed: list[Request] = field(default_factory=list)  # scheduled again after a preemption
-    composition: Composition = field(default_factory=Composition)
+    scheduled: list[Scheduled] = msgspec.field(default_factory=list)  # in the order of the grants
+    preempted: list[Request] = msgspec.field(default_factory=list)  # in the order they lost their blocks
+    first: list[Request] = msgspec.field(default_factory=list)  # scheduled for the first time
+    resumed: list[Request] = msgspec.field(default_factory=list)  # scheduled again after a preemption
+    composition: Composition = msgspec.field(default_factory=Composition)
 
     def grant(self, request: Request, tokens: int) -> None:
         """Give a request tokens of this step."""

@@ -13,9 +13,9 @@ from __future__ import annotations
 import heapq
 import math
 from copy import copy
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+import msgspec
 import numpy as np
 
 from tracefit.synth.options import LengthPhase
@@ -54,8 +54,7 @@ _ABORT_MESSAGE_NS = 200_000
 """Time from a client's disconnect to the message in the engine's socket."""
 
 
-@dataclass(frozen=True, slots=True)
-class StepLog:
+class StepLog(msgspec.Struct, frozen=True):
     """One step of the engine; depths and blocks are those after scheduling."""
 
     step_id: int
@@ -91,8 +90,7 @@ class StepLog:
         return self.end_ns - self.tail_ns * 3 // 4
 
 
-@dataclass(frozen=True, slots=True)
-class EpochLog:
+class EpochLog(msgspec.Struct, frozen=True):
     """One life of one engine; requests are in order of arrival."""
 
     server: int  # from 0

@@ -12,12 +12,12 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass
 from enum import IntEnum
 from functools import cache, lru_cache
 from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, TypeAlias
 
+import msgspec
 import numpy as np
 from opentelemetry.proto.common.v1 import common_pb2
 from opentelemetry.proto.resource.v1 import resource_pb2
@@ -45,8 +45,7 @@ class SpanKind(IntEnum):
     SERVER = 2
 
 
-@dataclass(frozen=True, slots=True)
-class GeneratedEvent:
+class GeneratedEvent(msgspec.Struct, frozen=True):
     """An event of a span."""
 
     name: str
@@ -54,8 +53,7 @@ class GeneratedEvent:
     attributes: Attributes
 
 
-@dataclass(frozen=True, slots=True)
-class GeneratedSpan:
+class GeneratedSpan(msgspec.Struct, frozen=True):
     """A span as its exporter sends it; ids are lower-case hex digits, events the oldest first."""
 
     scope: str  # name of the instrumentation scope
@@ -73,8 +71,7 @@ class GeneratedSpan:
     error: str = ""  # status message of a failed span
 
 
-@dataclass(frozen=True, slots=True)
-class ExportBatch:
+class ExportBatch(msgspec.Struct, frozen=True):
     """One export request: the spans that a process sent at one time."""
 
     resource: Attributes

@@ -12,11 +12,12 @@ from __future__ import annotations
 import json
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import polars as pl
+from msgspec.structs import replace
 
 from tracefit import memory
 from tracefit.errors import printable
@@ -78,8 +79,7 @@ _MAX_REFUTING_SHARE = 0.01
 """If a larger share of a run's values contradicts a setting, the setting is not the server's and is not used."""
 
 
-@dataclass(frozen=True, slots=True)
-class TracedRun:
+class TracedRun(msgspec.Struct, frozen=True):
     """A run whose tables are built.
 
     Attributes:
@@ -144,8 +144,7 @@ def build_tables(
     _finish(runs, collected, writer, spread, spans_read, has_stages=has_stages)
 
 
-@dataclass(frozen=True, slots=True)
-class _Job:
+class _Job(msgspec.Struct, frozen=True):
     """The context that every function below needs.
 
     Attributes:
@@ -243,14 +242,13 @@ def _marks_in(job: _Job, sieve: Sieve, window: Window) -> tuple[SortContents, _C
     return marks.take(on_disk=job.spills), values, above
 
 
-@dataclass(slots=True)
-class _Tally:
+class _Tally(msgspec.Struct):
     """Counts of one run."""
 
-    counts: Counter[str] = field(default_factory=Counter)
-    events: Counter[str] = field(default_factory=Counter)
-    implausible: Counter[str] = field(default_factory=Counter)
-    other_scopes: Counter[str] = field(default_factory=Counter)
+    counts: Counter[str] = msgspec.field(default_factory=Counter)
+    events: Counter[str] = msgspec.field(default_factory=Counter)
+    implausible: Counter[str] = msgspec.field(default_factory=Counter)
+    other_scopes: Counter[str] = msgspec.field(default_factory=Counter)
 
     def add(self, other: _Tally) -> None:
         self.counts.update(other.counts)
@@ -259,8 +257,7 @@ class _Tally:
         self.other_scopes.update(other.other_scopes)
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
+class _Part(msgspec.Struct, frozen=True):
     """The results that one call has made from its rows.
 
     Attributes:
@@ -270,10 +267,10 @@ class _Part:
         finished: The table that was written, by its name.
     """
 
-    tables: Mapping[str, SortContents] = field(default_factory=dict)
-    tallies: Mapping[int, _Tally] = field(default_factory=dict)
-    frames: Mapping[str, Sequence[pl.DataFrame]] = field(default_factory=dict)
-    finished: Mapping[str, WrittenTable] = field(default_factory=dict)
+    tables: Mapping[str, SortContents] = msgspec.field(default_factory=dict)
+    tallies: Mapping[int, _Tally] = msgspec.field(default_factory=dict)
+    frames: Mapping[str, Sequence[pl.DataFrame]] = msgspec.field(default_factory=dict)
+    finished: Mapping[str, WrittenTable] = msgspec.field(default_factory=dict)
 
 
 class _Collected:

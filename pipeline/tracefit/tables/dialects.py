@@ -10,9 +10,9 @@ dialect needs rows here and no change elsewhere: every other module derives its 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+import msgspec
 import polars as pl
 
 if TYPE_CHECKING:
@@ -27,8 +27,7 @@ EVENT_NAME = ""
 """Instead of an attribute: the row names the event itself in the tables."""
 
 
-@dataclass(frozen=True, slots=True)
-class Spelling:
+class Spelling(msgspec.Struct, frozen=True):
     """One row of the table.
 
     Attributes:
@@ -383,8 +382,7 @@ TS_NS_KEYS, TS_S_KEYS = (
 """Attributes of a journey event's time: in nanoseconds, and in seconds."""
 
 
-@dataclass(frozen=True, slots=True)
-class JourneyEvent:
+class JourneyEvent(msgspec.Struct, frozen=True):
     """One kind of journey event in one scope: its name in the tables, its layer, and its spellings in traces."""
 
     event: str

@@ -6,9 +6,9 @@ Most of this module makes sure that a single absurd step id, or a late stamp, do
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 import polars as pl
 
@@ -111,8 +111,7 @@ def scan_epochs(windows: Iterable[pl.DataFrame]) -> tuple[pl.DataFrame, pl.DataF
     )
 
 
-@dataclass(slots=True)
-class _Server:
+class _Server(msgspec.Struct):
     """The scan of one server.
 
     Attributes:
@@ -128,14 +127,14 @@ class _Server:
         scanned: Number of the scanned ones among them.
     """
 
-    epoch_starts: set[int] = field(default_factory=set)
+    epoch_starts: set[int] = msgspec.field(default_factory=set)
     least: int = np.iinfo(np.int64).max
     most: int = 0
-    strays: list[pl.DataFrame] = field(default_factory=list)
+    strays: list[pl.DataFrame] = msgspec.field(default_factory=list)
     last_step: int = _BEFORE_ALL
     last_jump: int = _BEFORE_ALL
     last_summary: tuple[int, int] = (_BEFORE_ALL, _BEFORE_ALL)
-    waiting: pl.DataFrame = field(default_factory=lambda: pl.DataFrame(schema=MARK_TYPES).drop("server"))
+    waiting: pl.DataFrame = msgspec.field(default_factory=lambda: pl.DataFrame(schema=MARK_TYPES).drop("server"))
     scanned: int = 0
 
     def feed(self, marks: pl.DataFrame) -> None:

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import uuid
 from bisect import bisect_left, bisect_right
-from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import polars as pl
 import pyarrow as pa
 
@@ -29,16 +29,14 @@ _MOST_OPEN = 128
 """Files of spilled rows that are open at a time: there is one for each window of a run."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Block:
+class _Block(msgspec.Struct, frozen=True):
     first: _Key
     """First key, each column as (is null, value)."""
     run: Path
     number: int
 
 
-@dataclass(frozen=True, slots=True)
-class SortContents:
+class SortContents(msgspec.Struct, frozen=True):
     """Rows of a sort that another sort goes on with, in this process or in another one on the same disk.
 
     Attributes:
@@ -52,8 +50,7 @@ class SortContents:
     rows: int
 
 
-@dataclass(slots=True)
-class SortSpace:
+class SortSpace(msgspec.Struct):
     """The memory that several sorts share, and the folder they spill to.
 
     Attributes:
@@ -68,7 +65,7 @@ class SortSpace:
     most_held_bytes: int = 48 << 20
     window_bytes: int = 16 << 20
     block_rows: int = 8 * 1024
-    sorts: list[ExternalSort] = field(default_factory=list)
+    sorts: list[ExternalSort] = msgspec.field(default_factory=list)
 
     def sort(self, key: Sequence[str], order: Sequence[str], *, block_rows: int | None = None) -> ExternalSort:
         """Return a new sort in this space, with the arguments of `ExternalSort`; `block_rows` if not those of the
@@ -84,8 +81,7 @@ class SortSpace:
             max(self.sorts, key=lambda sort: sort.held_bytes).spill()
 
 
-@dataclass(slots=True)
-class ExternalSort:
+class ExternalSort(msgspec.Struct):
     """Sorts more rows than memory holds.
 
     Attributes:
@@ -103,8 +99,8 @@ class ExternalSort:
     block_rows: int
     rows: int = 0
     held_bytes: int = 0
-    _held: list[pl.DataFrame] = field(default_factory=list)
-    _blocks: list[_Block] = field(default_factory=list)
+    _held: list[pl.DataFrame] = msgspec.field(default_factory=list)
+    _blocks: list[_Block] = msgspec.field(default_factory=list)
 
     def add(self, frame: pl.DataFrame) -> None:
         """Add rows; all frames have the same columns."""

@@ -5,8 +5,7 @@ The checks read the tables, not the traces. `inspect` and the report show them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+import msgspec
 import polars as pl
 
 from tracefit.tables.dialects import WITHOUT_EVENTS
@@ -14,8 +13,7 @@ from tracefit.tables.requests import is_cut_off
 from tracefit.tables.schema import ENGINE
 
 
-@dataclass(frozen=True, slots=True)
-class Check:
+class Check(msgspec.Struct, frozen=True):
     """One check: `held` of the `of` rows it applies to are correct."""
 
     name: str

@@ -10,9 +10,9 @@ do not are of one engine each.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+import msgspec
 import polars as pl
 
 from tracefit.tables.epochs import STEP_JITTER
@@ -164,8 +164,7 @@ def _shared(records: pl.DataFrame) -> pl.DataFrame:
     return counted.filter(pl.col("sign") >= _FEWEST_SIGNS).select(_SERVER_KEY)
 
 
-@dataclass(slots=True)
-class _Counter:
+class _Counter(msgspec.Struct):
     """The files of one engine so far: the first of them, the last step, the highest one, and the last time."""
 
     file: str

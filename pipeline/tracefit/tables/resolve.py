@@ -6,11 +6,11 @@ is in memory at once.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 import polars as pl
 import pyarrow as pa
@@ -50,8 +50,7 @@ _PARTS_AT_ONCE = 8
 _FILES = {"file": pl.UInt32, "file_order": pl.UInt32, "source_file": pl.String, "run": pl.UInt32}
 
 
-@dataclass(frozen=True, slots=True)
-class RunPart:
+class RunPart(msgspec.Struct, frozen=True):
     """A staged part of some runs.
 
     Attributes:
@@ -84,8 +83,7 @@ def parts_of(runs: Sequence[Sequence[ReadFile]]) -> list[RunPart]:
     ]
 
 
-@dataclass(frozen=True, slots=True)
-class ResolvedRuns:
+class ResolvedRuns(msgspec.Struct, frozen=True):
     """The staged parts of some runs, and facts of all their spans, numbered from part to part.
 
     Names of servers and traces are qualified if there are several runs.

@@ -8,10 +8,10 @@ in its part.
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, fields
 from functools import cache
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 import polars as pl
 
@@ -87,8 +87,7 @@ def wanted_of(options: IngestOptions) -> Wanted:
     return Wanted(dialects.SPAN_KEYS, _kept_attributes(options), _event_types())
 
 
-@dataclass(frozen=True, slots=True)
-class SpanRows:
+class SpanRows(msgspec.Struct, frozen=True):
     """Rows of some records, one frame per subject.
 
     Attributes:
@@ -320,4 +319,4 @@ def _split_complete(frame: pl.DataFrame, needed: tuple[str, ...], reason: str) -
     return frame.drop_nulls(needed), bad.select("row", reason=pl.lit(reason))
 
 
-FRAMES = tuple(f.name for f in fields(SpanRows) if f.name != "counts")
+FRAMES = tuple(name for name in SpanRows.__struct_fields__ if name != "counts")

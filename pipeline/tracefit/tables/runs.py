@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING
 
+import msgspec
 import polars as pl
 
 from tracefit.statistics import divided
@@ -274,8 +274,7 @@ _RECORD_IDS = ("server", "epoch", "step_id", "cycle_us", "cycle_source", "num_de
 _FIRST_NS, _LAST_NS = -(2**62), 2**62
 
 
-@dataclass(frozen=True, slots=True)
-class Overlap:
+class Overlap(msgspec.Struct, frozen=True):
     """A run that shares spans with a run of at least the same size.
 
     Attributes:

@@ -7,10 +7,10 @@ counted under the rule's name in `runs.implausible`, and is listed in `rejects` 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache, lru_cache, partial
 from typing import TYPE_CHECKING, Literal
 
+import msgspec
 import polars as pl
 
 from tracefit.tables.dialects import JOURNEY
@@ -40,8 +40,7 @@ _POLARS: dict[ColumnKind, pl.DataType] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Column:
+class Column(msgspec.Struct, frozen=True):
     """One column. A missing value is null, never 0 or an empty string.
 
     Attributes:
@@ -70,8 +69,7 @@ class Column:
         return _POLARS[self.kind]
 
 
-@dataclass(frozen=True, slots=True)
-class Rule:
+class Rule(msgspec.Struct, frozen=True):
     """A condition that every row of a table meets.
 
     Attributes:
@@ -91,8 +89,7 @@ OFF_CLOCK, STRAY_STEP = "is_off_clock", "is_stray_step"
 around it."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class TableSchema:
+class TableSchema(msgspec.Struct, frozen=True, eq=False):
     """One published table: rows are sorted by `key`. Two are equal only if they are the same object.
 
     Attributes:

@@ -7,17 +7,16 @@ more declaration.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
+import msgspec
 import polars as pl
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepFields:
+class StepFields(msgspec.Struct, frozen=True, kw_only=True):
     """How a record names the times of its step, for messages about a wrong unit.
 
     Attributes:
@@ -31,8 +30,7 @@ class StepFields:
     units: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CycleSource:
+class CycleSource(msgspec.Struct, frozen=True, kw_only=True):
     """A value of `cycle_source` in `steps` and `timeline`, and of `source` in `beta_training`.
 
     Attributes:

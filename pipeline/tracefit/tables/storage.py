@@ -13,10 +13,12 @@ import os
 import stat
 import tempfile
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
+
+import msgspec
+from msgspec.structs import replace
 
 from tracefit.errors import DataError, UsageError
 from tracefit.inputs import buckets
@@ -35,8 +37,7 @@ LEFTOVER_AGE = timedelta(days=1)
 _STAMP_DIGITS = 16
 
 
-@dataclass(frozen=True, slots=True)
-class Disk:
+class Disk(msgspec.Struct, frozen=True):
     """A folder on disk.
 
     Its methods raise `UsageError` if a file or one of its folders is a symbolic link: in a folder from
@@ -202,8 +203,7 @@ def _open_regular(path: Path) -> io.BufferedReader:
     return os.fdopen(handle, "rb")
 
 
-@dataclass(frozen=True, slots=True)
-class Bucket:
+class Bucket(msgspec.Struct, frozen=True):
     """A prefix in a bucket. Its methods raise `UsageError` if the bucket cannot be reached or refuses.
 
     Attributes:

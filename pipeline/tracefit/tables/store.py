@@ -16,7 +16,6 @@ import tempfile
 import time
 from collections.abc import Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, Literal, Protocol, Self
@@ -774,8 +773,7 @@ class RunsWriter:
         return {run_id: writer.close() for run_id, writer in self._writers.items()}
 
 
-@dataclass(frozen=True, slots=True)
-class _HeldTables:
+class _HeldTables(msgspec.Struct, frozen=True):
     """Tables in memory, of some runs or of all."""
 
     tables: Mapping[str, Sequence[pl.DataFrame]]

@@ -4,11 +4,12 @@ rows.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
+import msgspec
 import polars as pl
+from msgspec.structs import replace
 
 from tracefit.tables import schema
 from tracefit.tables.clocks import is_off_clock, on_core_clock
@@ -29,8 +30,7 @@ _BYTES_PER_SPAN = 128
 """Least bytes that a span counts: spans without content compress to nearly nothing, but still take memory."""
 
 
-@dataclass(frozen=True, slots=True)
-class Sieve:
+class Sieve(msgspec.Struct, frozen=True):
     """The rules of the tables, with the facts of the whole run that they use.
 
     Attributes:
@@ -42,8 +42,8 @@ class Sieve:
 
     limits: Mapping[str, float]
     clocks: pl.DataFrame
-    strays: pl.DataFrame = field(default_factory=lambda: pl.DataFrame(schema=STRAYS))
-    bounds: pl.DataFrame = field(default_factory=lambda: pl.DataFrame(schema=BOUNDS))
+    strays: pl.DataFrame = msgspec.field(default_factory=lambda: pl.DataFrame(schema=STRAYS))
+    bounds: pl.DataFrame = msgspec.field(default_factory=lambda: pl.DataFrame(schema=BOUNDS))
 
     def sift(self, name: str, rows: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
         """Return the rows of a table that stay, and the broken rules: row, reason.
@@ -86,8 +86,7 @@ class Sieve:
         return bounded.select(outside.fill_null(value=False)).to_series()
 
 
-@dataclass(frozen=True, slots=True)
-class Window:
+class Window(msgspec.Struct, frozen=True):
     """Staged parts that are read together.
 
     Attributes:

@@ -7,10 +7,10 @@ one, in the order of their scheduling: each takes what the earlier ones leave of
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 import polars as pl
 
@@ -24,8 +24,7 @@ _WINDOW = 16
 """Steps that are searched first for the chunks of a prompt: few prompts have more."""
 
 
-@dataclass(frozen=True, slots=True)
-class EngineLimits:
+class EngineLimits(msgspec.Struct, frozen=True):
     """Limits of a server's scheduler; null if unknown.
 
     Attributes:
@@ -41,8 +40,7 @@ class EngineLimits:
     num_blocks: int | None = None
 
 
-@dataclass(frozen=True)
-class _Runs:
+class _Runs(msgspec.Struct, frozen=True, dict=True):
     """Segments of running as arrays, in the order of their scheduling; steps are positions on the axis.
 
     Attributes:
@@ -111,8 +109,7 @@ class _Runs:
         return last
 
 
-@dataclass(frozen=True, slots=True)
-class _Prompts:
+class _Prompts(msgspec.Struct, frozen=True):
     """The prompt tokens of each segment at each position, one row for each pair with tokens."""
 
     position: Ints

@@ -5,8 +5,7 @@ Sums over steps are then sums over positions of one array, for all engines at on
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+import msgspec
 import numpy as np
 import polars as pl
 from numpy.typing import NDArray
@@ -27,8 +26,7 @@ Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 
-@dataclass(frozen=True, slots=True)
-class StepAxis:
+class StepAxis(msgspec.Struct, frozen=True):
     """All steps of all engines on one axis; position = offset of the engine + step number - its first step.
 
     A gap of step ids without steps, or with too many, takes `_GAP_STEPS` positions, after which the number of a step is

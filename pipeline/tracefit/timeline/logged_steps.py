@@ -12,8 +12,7 @@ the time of a step; elsewhere, as on a fast GPU with asynchronous scheduling, on
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+import msgspec
 import numpy as np
 import polars as pl
 
@@ -48,8 +47,7 @@ _CHANGE = "_change"
 stamp."""
 
 
-@dataclass(frozen=True, slots=True)
-class LoggedSteps:
+class LoggedSteps(msgspec.Struct, frozen=True):
     """The clock of logged steps.
 
     Attributes:

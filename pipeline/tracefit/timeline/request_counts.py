@@ -10,10 +10,10 @@ integer only.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
+import msgspec
 import numpy as np
 import polars as pl
 
@@ -41,8 +41,7 @@ _COUNT_ROUNDS = 4
 """Rounds in which model and steps give each other."""
 
 
-@dataclass(frozen=True, slots=True)
-class Counts:
+class Counts(msgspec.Struct, frozen=True):
     """The step number of every node, and facts of the intervals between neighbouring nodes.
 
     Attributes:
@@ -88,8 +87,7 @@ def count_nodes(arrays: RequestArrays, graph: Graph, edges: ConsistentEdges) -> 
     return _facts(server, number)
 
 
-@dataclass(frozen=True, slots=True)
-class _CountedServer:
+class _CountedServer(msgspec.Struct, frozen=True):
     """Requests of a server whose steps are counted, their graph, and the requests among them that were preempted."""
 
     arrays: RequestArrays

@@ -8,11 +8,12 @@ between nodes, each with a number of steps and a time on the engine's clock.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
+import msgspec
 import numpy as np
 import polars as pl
+from msgspec.structs import replace
 
 from tracefit.tables.dialects import CLIENT, STOCK
 from tracefit.timeline import thresholds
@@ -63,8 +64,7 @@ def _has(times: tuple[str, ...]) -> pl.Expr:
     return pl.all_horizontal(pl.col(times).is_not_null())
 
 
-@dataclass(frozen=True, slots=True)
-class RequestArrays:
+class RequestArrays(msgspec.Struct, frozen=True):
     """The requests of one server, one element each; times in us since `zero_ns`."""
 
     zero_ns: int
@@ -185,8 +185,7 @@ class ConsistentEdges(NamedTuple):
     preempted: Ints
 
 
-@dataclass(frozen=True, slots=True)
-class Graph:
+class Graph(msgspec.Struct, frozen=True):
     """Nodes in the order of time, and the edges of requests between them.
 
     Attributes:

@@ -7,9 +7,9 @@ nodes, and `request_counts` their numbers; this module gives the requests their 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 import polars as pl
 
@@ -35,8 +35,7 @@ MOST_PLACED = _STEP_WINDOWS * _WINDOW_REQUESTS
 """Most requests of a server that get steps."""
 
 
-@dataclass(frozen=True, slots=True)
-class RequestSteps:
+class RequestSteps(msgspec.Struct, frozen=True):
     """Steps that were counted from requests.
 
     Attributes:

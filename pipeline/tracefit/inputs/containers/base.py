@@ -8,7 +8,6 @@ lines may hold a dump of spans.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -35,8 +34,7 @@ MOST_NESTED = 4
 """Containers around each other that are opened."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Container:
+class Container(msgspec.Struct, frozen=True, eq=False):
     """A form of files, as one module declares it.
 
     Attributes:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from dataclasses import replace
 from functools import partial
 from hashlib import blake2b
 from itertools import accumulate
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import numpy as np
 import polars as pl
-from msgspec.structs import astuple
+from msgspec.structs import astuple, replace
 
 from tracefit.inputs.formats import Recording, register
 from tracefit.inputs.framing import BOM

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from types import MappingProxyType
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from tracefit.diagnostics.attempts import Attempts
 from tracefit.diagnostics.breakdown import step_breakdown
@@ -38,8 +39,7 @@ if TYPE_CHECKING:
     from tracefit.reports.document import Figure
 
 
-@dataclass(frozen=True, slots=True)
-class DeploymentFigures:
+class DeploymentFigures(msgspec.Struct, frozen=True):
     """The figures of one deployment.
 
     Attributes:
@@ -55,7 +55,7 @@ class DeploymentFigures:
     top: tuple[Figure, ...]
     first: tuple[Figure, ...]
     latencies: tuple[Figure, ...]
-    models: Mapping[str, tuple[Figure, ...]] = field(default_factory=dict)
+    models: Mapping[str, tuple[Figure, ...]] = msgspec.field(default_factory=dict)
     note: str = ""
     slowest: tuple[SlowRequest, ...] = ()
     failed: tuple[str, ...] = ()
