@@ -515,5 +515,5 @@ _BUILT_IN = (
 BUILT_IN: Mapping[str, FeatureSet] = {feature_set.name: feature_set for feature_set in _BUILT_IN}
 """Feature sets by name."""
 
-AUTO = (BATCH, ROOFLINE, ROOFLINE_MAX, WORK_MAX, BATCH_PRODUCTS, POWER, *LINES)
+AUTO = (BATCH, ROOFLINE, ROOFLINE_MAX, WORK_MAX, BATCH_PRODUCTS, POWER, *LINES, LAW_SET)
 """Candidates for step times, in order of preference."""

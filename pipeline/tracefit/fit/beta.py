@@ -227,7 +227,11 @@ def fit_step_times(
 def _with_terms(timeline: pl.DataFrame, context: RunContext, sets: Sequence[FeatureSet]) -> pl.DataFrame:
     """Add the columns that the formulas of the sets need."""
     timeline = training.with_roofline(timeline, context)
-    return with_law(timeline, context) if any(one.name == LAW_SET.name for one in sets) else timeline
+    if all(one.name != LAW_SET.name for one in sets):
+        return timeline
+    law = with_law(timeline, context)
+    # What the law assumes where a batch is not known, other sets do not.
+    return law if len(sets) == 1 else timeline.with_columns(law.select(pl.exclude(timeline.columns)))
 
 
 def _target_facts(
@@ -392,7 +396,7 @@ def try_features(rows: TrainingRows, features: FeatureSet, options: FitOptions) 
     time at the GPU's peak has a coefficient below 1.
     """
     options = _for_set(options, features)
-    design = rows.design(features.features, relative=options.relative)
+    design = rows.design(features, relative=options.relative)
     if design is None:
         return None
     used, data = design

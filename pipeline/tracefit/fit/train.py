@@ -53,7 +53,7 @@ from tracefit.tables.schema import SERVER
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from tracefit.features.sets import Feature
+    from tracefit.features.sets import Feature, FeatureSet
     from tracefit.fit.fitted import FitOptions
     from tracefit.models.validation import PredictionInterval
     from tracefit.statistics import Flags, Integers, Matrix, Vector
@@ -117,14 +117,16 @@ class TrainingRows(msgspec.Struct, frozen=True):
         included = rows.filter(pl.col("excluded_reason").is_null())
         return cls(included, _thinned(included.filter(split="train")))
 
-    def design(self, features: Sequence[Feature], *, relative: bool = False) -> tuple[FitRows, Design] | None:
-        """Return the training rows that know these features, as they are and as arrays; null where rows or features are
-        too few.
+    def design(self, features: FeatureSet, *, relative: bool = False) -> tuple[FitRows, Design] | None:
+        """Return the training rows that know the features of a set, as they are and as arrays; null where rows or
+        features are too few, or no feature is known that defines the set.
 
         At most `select.ENOUGH_ROWS` rows are taken, evenly over the frame.
         """
-        kept, _ = _known(self.included, features)
+        kept, _ = _known(self.included, features.features)
         names = [f.name for f in kept]
+        if features.defining and set(features.defining).isdisjoint(names):
+            return None
         used = self.used
         if any(self.included[name].null_count() for name in names):
             used = _thinned(self.included.filter(split="train").drop_nulls(names))
