@@ -29,9 +29,19 @@ def percentile(values: Vector, percent: float) -> float:
     """Return a percentile of values of shape (n,), n > 0, by linear interpolation between ranks.
 
     It is the sorted value at `percent / 100 * (n - 1)`, counted from 0. Everything that prints a percentile of
-    latencies takes it from here, so that commands agree on the same requests.
+    latencies takes it from here, so that commands agree on the same requests. It is unknown if a value is. It is that
+    of `np.percentile`, which takes several times as long for some thousand values.
     """
-    return float(np.percentile(values, percent, method="linear"))
+    rank = percent / 100 * (len(values) - 1)
+    at = min(int(rank), max(len(values) - 2, 0))
+    above = min(at + 1, len(values) - 1)
+    # Unknown values are sorted to the end.
+    parted = np.partition(values, (at, above, len(values) - 1))
+    if parted[-1] != parted[-1]:
+        return math.nan
+    low, high, share = parted[at].item(), parted[above].item(), rank - at
+    # From the nearer of the two, so that the end of a rank is exactly its value.
+    return float(low + (high - low) * share if share < 0.5 else high - (high - low) * (1 - share))
 
 
 def percentile_of_counts(values: Vector, counts: Integers, percent: float) -> float:
