@@ -52,6 +52,7 @@ from tracefit.replay.plan import (
     fewest_servers,
     largest_rate,
     plan_point,
+    plan_points,
 )
 from tracefit.reports.document import Report
 from tracefit.reports.figures.day import day_figure
@@ -514,7 +515,7 @@ def rates_of(store: TableStore, models: Models, replays: Sequence[RunReplay]) ->
             errors = _errors([r for r in replays if r.deployment_id == deployment_id], names)
             curve = curve_of(fleet, 1, errors)
             capacity = ServerCapacity(fleet.capacity, curve.least, curve.most, curve.knee())
-            rates[deployment_id] = Rates(_points(curve, 1, fleet, names), capacity)
+            rates[deployment_id] = Rates(plan_points(1, fleet, curve, names), capacity)
     return rates
 
 
@@ -529,7 +530,7 @@ def _with_servers(plan_: ServerPlan, fleet: Fleet, asked: PlanQuestion, errors: 
         ends = (partial(Curve.largest_rate, objectives=objectives, high=high) for high in (True, None))
         fewest = next(filter(None, (fewest_servers(fleet, curve, rate, end) for end in ends)), None)
         if fewest is None:
-            return replace(plan_, reason=_too_slow(curve, objectives), curve=_points(curve, 1, fleet, names))
+            return replace(plan_, reason=_too_slow(curve, objectives), curve=plan_points(1, fleet, curve, names))
         servers, curve = fewest
         least, likely = (_servers(curve.largest_rate(objectives, high=h), rate, servers) for h in (False, None))
         plan_ = replace(plan_, servers_low=least, servers_likely=likely)
@@ -547,11 +548,11 @@ def _with_servers(plan_: ServerPlan, fleet: Fleet, asked: PlanQuestion, errors: 
         if rate is None:
             curve, rate = most.curve, servers * most.value
             if not rate:
-                points = _points(curve, servers, fleet, names)
+                points = plan_points(servers, fleet, curve, names)
                 return replace(plan_, reason=_too_slow(curve, objectives), curve=points)
     rate = rate or 0.0  # without objectives it is given
     if rate > servers * curve.most * (1 + 1e-9):
-        return replace(plan_, reason=_no_rate(plan_, rate), curve=_points(curve, servers, fleet, names))
+        return replace(plan_, reason=_no_rate(plan_, rate), curve=plan_points(servers, fleet, curve, names))
     each = rate / servers
     if each > fleet.capacity * (1 + 1e-9):
         at = plan_point(curve.points[-1], servers, fleet, curve, names, each)
@@ -572,7 +573,7 @@ def _with_servers(plan_: ServerPlan, fleet: Fleet, asked: PlanQuestion, errors: 
         knee_per_s=servers * curve_of(fleet, servers, errors).knee(),
         met=all(at.latency(o.name).keeps_to(o.limit_ms) for o in objectives) if objectives else None,
         at=at,
-        curve=_points(curve, servers, fleet, names),
+        curve=plan_points(servers, fleet, curve, names),
         notes=(*_outside(at), *notes, *plan_.notes, *routed),
     )
     price = price_of(asked.price, plan_.gpu)
@@ -650,10 +651,6 @@ def _names(asked: PlanQuestion, fleet: Fleet) -> tuple[str, ...]:
             "and no ITL"
         )
     return kept
-
-
-def _points(curve: Curve, servers: int, fleet: Fleet, names: Sequence[str]) -> tuple[PlanPoint, ...]:
-    return tuple(plan_point(point, servers, fleet, curve, names) for point in curve.points)
 
 
 def _servers(largest: float, rate: float, most: int) -> int:

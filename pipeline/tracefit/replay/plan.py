@@ -222,7 +222,7 @@ class Simulated:
     gaps: TokenGaps | None = None
     step_mean_us: float = math.nan
     longer: LongerWaits | None = None
-    _known: dict[tuple[str, bool], float] = field(default_factory=dict, compare=False, repr=False)
+    _known: dict[str, tuple[float, float]] = field(default_factory=dict, compare=False, repr=False)
     """Ends that were computed: every point of a curve asks for those of all points."""
 
     def percentile_ms(self, name: str) -> float:
@@ -238,11 +238,11 @@ class Simulated:
         between parts of the replay (batch means; Law, Simulation Modeling and Analysis, 2015, section 9.5). The error
         of the sample is binomial.
         """
-        if (name, high) not in self._known:
-            self._known[name, high] = self._drawn(*split_name(name), high=high)
-        return self._known[name, high]
+        if name not in self._known:
+            self._known[name] = self._drawn(*split_name(name))
+        return self._known[name][high]
 
-    def _drawn(self, latency: str, q: float, *, high: bool) -> float:
+    def _drawn(self, latency: str, q: float) -> tuple[float, float]:
         values = self.latencies[latency]
         value = percentile(values, q)
         below = (values <= value).astype(float)
@@ -252,13 +252,16 @@ class Simulated:
             own = _error_of_mean(below - (self.longer.ranks <= q / 100))
             parts = min(parts, math.hypot(own, float(np.interp(q / 100, RANKS, self.longer.rank_errors))))
         error = _Z90 * math.hypot(100 * parts, math.sqrt(q * (100 - q) / self.sampled))
-        end = percentile(values, min(max(q + (error if high else -error), 0.0), 100.0))
-        return end / max(value, 1e-6)
+        low, high = (percentile(values, end) for end in (max(q - error, 0.0), min(q + error, 100.0)))
+        return low / max(value, 1e-6), high / max(value, 1e-6)
 
 
 def _error_of_mean(values: Vector) -> float:
     """Return the standard error of the mean of consecutive values that depend on each other."""
-    parts = [part.mean() for part in np.array_split(values, _REPLAY_PARTS) if len(part)]
+    each, left = divmod(len(values), _REPLAY_PARTS)
+    numbers = np.arange(min(_REPLAY_PARTS, len(values)))
+    begins = numbers * each + np.minimum(numbers, left)
+    parts = np.add.reduceat(values, begins) / np.diff(begins, append=len(values))
     return float(np.std(parts, ddof=1)) / math.sqrt(_REPLAY_PARTS)
 
 
@@ -287,6 +290,8 @@ class Fleet(msgspec.Struct, frozen=True, dict=True):
     requests: int = REPLAYED_REQUESTS
     carried_per_s: float | None = None
     _known: dict[tuple[int, float, int], Simulated] = msgspec.field(default_factory=dict)
+    _drawn: dict[tuple[int, int], RequestLoad] = msgspec.field(default_factory=dict)
+    """Requests by their number and that of the servers: those of every rate are the same."""
 
     @cached_property
     def times(self) -> TabledDecoding:
@@ -331,7 +336,7 @@ class Fleet(msgspec.Struct, frozen=True, dict=True):
     def _full_server(self) -> FullServer:
         slots = self.slots
         count = max(self.requests, _WAVES * slots)
-        load = replace(draw(self.sample, count, 1), arrival_us=np.zeros(count))
+        load = replace(self._draw(count, 1), arrival_us=np.zeros(count))
         recorder = BatchRecorder(self.times)
         replayed = replay(load, recorder, self.settings)
         last = np.sort(replayed.last_us)
@@ -372,8 +377,13 @@ class Fleet(msgspec.Struct, frozen=True, dict=True):
             self._known[key] = self._simulate(*key)
         return self._known[key]
 
+    def _draw(self, count: int, servers: int) -> RequestLoad:
+        if (count, servers) not in self._drawn:
+            self._drawn[count, servers] = draw(self.sample, count, servers)
+        return self._drawn[count, servers]
+
     def _simulate(self, servers: int, rate: float, requests: int) -> Simulated:
-        drawn = draw(self.sample, requests, servers)
+        drawn = self._draw(requests, servers)
         arrival, output = drawn.arrival_us / rate * 1e6, drawn.output_tokens
         load = replace(drawn, arrival_us=arrival)
         admission = admission_us(self.deployment.models.get("alpha.admission"), arrival, load.prompt_tokens)
@@ -428,7 +438,7 @@ class Fleet(msgspec.Struct, frozen=True, dict=True):
         longest = int(min(SWINGS / (1 - share) ** 2, _LONGEST * count))
         if longest <= count:
             return None
-        drawn = draw(self.sample, longest, servers)
+        drawn = self._draw(longest, servers)
         long_us = self._slot_waits_us(drawn, drawn.arrival_us / (share * self.capacity) * 1e6)[longest // 20 :]
         short_us = self._slot_waits_us(load, load.arrival_us)[counts]
         return longer_waits(wait_us[counts], ttft_us[counts], short_us, long_us)
@@ -838,17 +848,37 @@ def plan_point(
         rate: The rate at each of them, if it is not the replayed one.
     """
     each = rate or simulated.rate
-    at = np.array([each])
-    latencies = []
+    (latencies,) = _latencies(curve, names, np.array([each]))
+    return _point(simulated, servers, fleet, each, latencies)
+
+
+def plan_points(servers: int, fleet: Fleet, curve: Curve, names: Sequence[str]) -> tuple[PlanPoint, ...]:
+    """Return latencies and load of some servers at the replayed rates of a curve; see `plan_point`."""
+    latencies = _latencies(curve, names, curve.rates)
+    return tuple(
+        _point(simulated, servers, fleet, simulated.rate, here)
+        for simulated, here in zip(curve.points, latencies, strict=True)
+    )
+
+
+def _latencies(curve: Curve, names: Sequence[str], rates: Vector) -> list[tuple[PlannedLatency, ...]]:
+    """Return percentiles with their intervals at rates: an item per rate."""
+    by_name = []
     for name in names:
-        value = float(curve.values_ms(name, at)[0])
-        low, high = (float(curve.ends_ms(name, at, high=end)[0]) for end in (False, True))
-        known = (end if math.isfinite(end) else None for end in (value, min(low, value), max(high, value)))
-        latencies.append(PlannedLatency(name, *known))
+        values = curve.values_ms(name, rates)
+        low, high = (curve.ends_ms(name, rates, high=end) for end in (False, True))
+        ends = np.column_stack([values, np.minimum(low, values), np.maximum(high, values)]).tolist()
+        by_name.append([PlannedLatency(name, *(end if math.isfinite(end) else None for end in row)) for row in ends])
+    return list(zip(*by_name, strict=True))
+
+
+def _point(
+    simulated: Simulated, servers: int, fleet: Fleet, each: float, latencies: tuple[PlannedLatency, ...]
+) -> PlanPoint:
     served = min(each, fleet.capacity) * servers
     return PlanPoint(
         rate_per_s=each * servers,
-        latencies=tuple(latencies),
+        latencies=latencies,
         output_tokens_per_s=served * float(fleet.sample.output_tokens.mean()),
         running_mean=simulated.running,
         waiting_mean=simulated.waiting,
