@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from tracefit.statistics import Vector
 
@@ -255,9 +255,9 @@ class ReplayEngine:
 
     def _admit_arrivals(self) -> None:
         """Move arrived requests to the queue; those that come after the next step is scheduled wait for a later one."""
-        seen = self._scheduled_at
-        while self._arriving and self._arriving[0].queued_us <= seen:
-            request = self._arriving.popleft()
+        arriving, seen = self._arriving, self._scheduled_at
+        while arriving and arriving[0].queued_us <= seen:
+            request = arriving.popleft()
             if self.settings.by_priority:
                 insort(self.waiting, request, key=_BY_ARRIVAL)
             else:
@@ -288,11 +288,11 @@ class ReplayEngine:
         if steps < 2:
             return False
         batch = StepBatch(decode_reqs=len(running), context_tokens=context, waiting=len(self.waiting))
-        ends = self.now + np.cumsum(self.times.decoding(batch, steps, growth * len(running)))
+        ends = self.now + self.times.decoding(batch, steps, growth * len(running)).cumsum()
         can_wait = is_full or (self.waiting and not settings.by_priority)
         arrives = self._arriving[0].queued_us if self._arriving and not can_wait else math.inf
         # The first boundary that sees the arrival; a step ahead, the step that begins there is scheduled already.
-        seen = int(np.searchsorted(ends, arrives)) + (arrives > self.now)
+        seen = int(ends.searchsorted(arrives)) + (arrives > self.now)
         taken = min(seen + settings.async_scheduling, steps)
         self._started = self.now if taken == 1 else float(ends[taken - 2])
         self.now = float(ends[taken - 1])
@@ -582,7 +582,8 @@ class _SharedBlocks(_Blocks):
         # An ordered set. To find the first key of a plain dictionary takes as long as the number of keys removed before
         # it.
         self.free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
-        self.holders: dict[int, int] = {}
+        # Holders of a block beyond the first, where there are any.
+        self.more_holders: dict[int, int] = {}
         self.content: dict[int, _BlockKey] = {}
         self.block_of: dict[_BlockKey, int] = {}
 
@@ -590,23 +591,26 @@ class _SharedBlocks(_Blocks):
     def free_count(self) -> int:
         return len(self.free)
 
-    def _key(self, request: ReplayedRequest, index: int) -> _BlockKey:
-        """Return the key of a full block's content: a block of a shared prefix has the same key for all who share
-        it.
-        """
-        is_shared = (index + 1) * self.block_size <= request.prefix
-        return is_shared, request.prefix if is_shared else request.index, index
+    def _keys(self, request: ReplayedRequest, first: int, end: int) -> Iterator[_BlockKey]:
+        """Yield the keys of full blocks' contents: a block of a shared prefix has the same key for all who share it."""
+        shared = max(first, min(request.prefix // self.block_size, end))
+        for index in range(first, shared):
+            yield True, request.prefix, index
+        for index in range(shared, end):
+            yield False, request.index, index
 
     def find(self, request: ReplayedRequest, keep: int) -> int:
-        count = 0
-        if self.reuses:
-            most = min(request.prompt, request.need - keep)
-            while (count + 1) * self.block_size <= most and self._key(request, count) in self.block_of:
-                count += 1
+        if not self.reuses:
+            return 0
+        count, block_of = 0, self.block_of
+        for key in self._keys(request, 0, max(min(request.prompt, request.need - keep), 0) // self.block_size):
+            if key not in block_of:
+                break
+            count += 1
         return count
 
     def admit(self, request: ReplayedRequest, cached: int, new: float, *, takes: bool) -> bool:
-        reused = [self.block_of[self._key(request, index)] for index in range(cached)]
+        reused = [self.block_of[key] for key in self._keys(request, 0, cached)]
         unused = sum(block in self.free for block in reused)
         if math.ceil(new / self.block_size) + unused > len(self.free):
             return False
@@ -618,8 +622,10 @@ class _SharedBlocks(_Blocks):
             return True
         request.blocks, request.held = reused, cached
         for block in reused:
-            self.free.pop(block, None)
-            self.holders[block] = self.holders.get(block, 0) + 1
+            if block in self.free:
+                del self.free[block]
+            else:
+                self.more_holders[block] = self.more_holders.get(block, 0) + 1
         return self.grow(request, new)
 
     def grow(self, request: ReplayedRequest, new: float) -> bool:
@@ -627,7 +633,7 @@ class _SharedBlocks(_Blocks):
         wanted = math.ceil((done + new - request.unclaimed) / size) - len(blocks)
         if wanted > len(self.free):
             return False
-        take, content, holders, block_of = self.free.popitem, self.content, self.holders, self.block_of
+        take, content, block_of = self.free.popitem, self.content, self.block_of
         for _ in range(wanted):
             block, _ = take(last=False)
             key = content.pop(block, None)
@@ -635,20 +641,24 @@ class _SharedBlocks(_Blocks):
             # here.
             if key is not None and block_of.get(key) == block:
                 del block_of[key]
-            holders[block] = 1
             blocks.append(block)
         request.held = len(blocks)
         # Only blocks of the prompt can be reused: the content of outputs is unknown.
         if done >= request.prompt or not self.reuses:
             return True
-        for index in range(int(done) // size, int(min(done + new, request.prompt)) // size):
-            content[blocks[index]] = key = self._key(request, index)
-            block_of[key] = blocks[index]
+        first, end = int(done) // size, int(min(done + new, request.prompt)) // size
+        for key, block in zip(self._keys(request, first, end), blocks[first:end], strict=True):
+            content[block] = key
+            block_of[key] = block
         return True
 
     def release(self, request: ReplayedRequest) -> None:
+        free, more = self.free, self.more_holders
         for block in reversed(request.blocks):
-            self.holders[block] -= 1
-            if not self.holders[block]:
-                self.free[block] = None
+            if block not in more:
+                free[block] = None
+            elif more[block] > 1:
+                more[block] -= 1
+            else:
+                del more[block]
         request.computed, request.held, request.blocks, request.unclaimed = 0, 0, [], 0
