@@ -99,7 +99,7 @@ class CountedEngine(ReplayEngine):
 
     def _mixed(self, left: int) -> bool:
         """Execute a step that may have prompts, with so many tokens left for them."""
-        settings, decoding = self.settings, len(self._ends)
+        settings, decoding, budget = self.settings, len(self._ends), left
         # Requests with the tokens they have, and those that they compute.
         prompts: list[tuple[ReplayedRequest, int, int]] = []
         if self._partial is not None:
@@ -115,7 +115,7 @@ class CountedEngine(ReplayEngine):
         running = decoding + len(prompts)
         if not running and self.waiting and not self._ended:
             return False
-        if self._may_lack(decoding + sum(new for _, _, new in prompts), running):
+        if self._may_lack(decoding + budget - left, running):
             return False
         for request, _, _ in prompts[begun:]:
             self.waiting.popleft()
