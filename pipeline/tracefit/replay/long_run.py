@@ -21,14 +21,14 @@ import numpy as np
 if TYPE_CHECKING:
     from tracefit.statistics import Integers, Vector
 
-SWINGS = 3_600
-"""Requests of a long queue, times the squared share of the capacity that is left: the waits of so many requests, over
-that share squared, depend on each other a little at most, and their median is known to some percent."""
-
+SWINGS = 0.36
+"""Length of a long queue as a multiple of the replay, times the squared share of the capacity that is left: requests
+that are as far apart as its inverse hardly depend on each other. A queue of this length adds a third to what the draw
+of the replay leaves uncertain at most; one of ten thousand requests has 3,600 such swings."""
 
 RANKS = np.arange(1, 100) / 100
 _PARTS = 40
-"""Parts of a long queue, each as long as a replay or longer, from whose differences the error of all follows."""
+"""Parts of a long queue, from whose differences the error of all follows."""
 
 
 class LongerWaits(NamedTuple):
