@@ -106,8 +106,9 @@ _ROUTED = {
 }
 MOST_DEPLOYMENTS = 4
 """Deployments for whose rates a training waits: each takes some seconds."""
-_OF_A_REPORT = 600
-"""Requests of one replay for a report: half as exact as a plan, and twice as quick."""
+_OF_A_REPORT: Mapping[float, int] = MappingProxyType({0.15: 300, 0.55: 300, 0.8: 600, 0.93: 600, 1.0: 600})
+"""Shares of the capacity to the requests of their replays for a report. Where few requests wait, half as many are as
+exact; more rates do not bring the values between them nearer to those of long replays."""
 _OWN = (
     "step times are those of {now}: `tracefit transfer` computes those of another server, or record one; then "
     "plan with its folder beside this one"
@@ -510,10 +511,11 @@ def rates_of(store: TableStore, models: Models, replays: Sequence[RunReplay]) ->
             break
         with suppress(TracefitError):
             deployment = models.deployment(deployment_id)
-            fleet, *_ = _fleet(store, deployment, LoadOptions(), {}, replayed=_OF_A_REPORT)
+            fleet, *_ = _fleet(store, deployment, LoadOptions(), {}, replayed=max(_OF_A_REPORT.values()))
             names = _names_of(fleet.sample)
             errors = _errors([r for r in replays if r.deployment_id == deployment_id], names)
-            curve = curve_of(fleet, 1, errors)
+            points = [fleet.at(1, share * fleet.capacity, count) for share, count in _OF_A_REPORT.items()]
+            curve = Curve(points, errors)
             capacity = ServerCapacity(fleet.capacity, curve.least, curve.most, curve.knee())
             rates[deployment_id] = Rates(plan_points(1, fleet, curve, names), capacity)
     return rates
