@@ -35,7 +35,8 @@ _VISIBLE = re.compile(rb"\S")
 
 # The tag of `resource_spans` before a varint length. A match is only the tag, because the next byte can be the true
 # tag. In a frame, the 4-byte length before it begins with a small byte: no message is longer than 272 MiB.
-_FRAMED_START = re.compile(rb"(?<=[\x00-\x10].{3})\x0a(?=[\x80-\xff]{0,4}[\x00-\x7f])", re.DOTALL)
+# The pattern begins with the tag: the regex engine skips to a byte, but steps through a look behind.
+_FRAMED_START = re.compile(rb"\x0a(?<=[\x00-\x10].{3}\x0a)(?=[\x80-\xff]{0,4}[\x00-\x7f])", re.DOTALL)
 _BARE_START = re.compile(rb"\x0a(?=[\x80-\xff]{0,4}[\x00-\x7f](?:[\x0a\x12\x1a]|\xc2\x3e))")
 # Fields and frames too short to hold a span: a file can hold millions of them. Each alternative of the patterns fixes
 # the length byte and as many bytes after it, so that the regex engine skips a whole field at once.

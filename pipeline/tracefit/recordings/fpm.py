@@ -99,10 +99,12 @@ _GPU_SCOPE = re.compile("cuda|gpu|device|hip|forward|kernel")
 """Words of a `timing_scope` that is time of the GPU, not the cycle."""
 _TRACE_MARK = b'"dynamo.fpm.trace.'
 _LATEST_NS = 4.3e18
-_MAP_START = re.compile(rb"(?=[\x85-\x8f]\xa7version)")
+# The patterns begin with a byte: the regex engine skips to one, but tries to look ahead everywhere.
+_MAP_START = re.compile(rb"[\x85-\x8f](?=\xa7version)")
 # Or an array of a version and a text.
 _RECORD_MAP_START = re.compile(
-    _MAP_START.pattern + rb"|(?=[\x95-\x9f][\x01-\x0f](?:[\xa0-\xbf]|\xd9[\x20-\xff]))", re.DOTALL
+    rb"[\x85-\x9f](?:(?<=[\x85-\x8f])(?=\xa7version)|(?<=[\x95-\x9f])(?=[\x01-\x0f](?:[\xa0-\xbf]|\xd9[\x20-\xff])))",
+    re.DOTALL,
 )
 _MOST_PIECES = 8
 _MOST_TRIED = 1000
