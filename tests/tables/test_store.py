@@ -87,6 +87,15 @@ def test_many_small_runs_are_the_rows_of_each(many_runs, name):
     assert many_runs.read(name).equals(pl.concat(alone))
 
 
+def test_training_frames_of_many_runs_keep_their_features(tmp_path):
+    # Features are columns that the schema does not name.
+    frames = (pl.DataFrame({"ts_ns": [n], "feature": [n / 2]}) for n in range(20))
+    conform = TABLES["beta_training"].conform
+    store = TableStore(tmp_path)
+    store.write_runs([(f"run-{n:02}", {"beta_training": conform(frame)}) for n, frame in enumerate(frames)])
+    assert store.read("beta_training", columns=["ts_ns", "feature"]).rows() == [(n, n / 2) for n in range(20)]
+
+
 @pytest.mark.slow
 def test_of_many_small_runs_a_damaged_one_is_named(many_runs):
     part = sorted((many_runs.root / "steps").rglob("*.parquet"))[7]
