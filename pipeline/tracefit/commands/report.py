@@ -151,14 +151,13 @@ def report_of(
     traced = _traced(evaluation, store) if store is not None else None
     goodput = _goodput(evaluation, store, slo_ms) if store is not None and slo_ms else {}
     measured = _points(alpha, beta, store) if store is not None else None
+    rows = [diagnose(one, models_of(one, models), store) for one in evaluation.deployments] if store is not None else []
     for points, drawn in _DETAIL:
         figures: dict[str, DeploymentFigures] | None = None
         if store is not None:
             figures = {
-                deployment.deployment_id: deployment_figures(
-                    diagnose(deployment, models_of(deployment, models), store), points=points, slo_ms=slo_ms
-                )
-                for deployment in evaluation.deployments[:drawn]
+                one.deployment.deployment_id: deployment_figures(one, points=points, slo_ms=slo_ms)
+                for one in rows[:drawn]
             }
         made = build_report(
             evaluation, alpha, beta, figures, traced=traced, slo_ms=slo_ms, goodput=goodput, points=measured
@@ -178,7 +177,7 @@ def _points(alpha: CoefficientFile, beta: CoefficientFile, store: TableStore) ->
     """Return the section on the points of a benchmark in the tables, the first of them with predictions; null without
     any.
     """
-    if not points_stated(store.read("runs")):
+    if not points_stated(store.read("runs", columns=["dialects"])):
         return None
     # It imports all that plans need; most recordings have no points.
     from tracefit.commands.compare_points import predicted_points, rows_in_order
@@ -248,6 +247,8 @@ def _goodput(evaluation: Evaluation, store: TableStore, slo_ms: Mapping[str, flo
 def _traced(evaluation: Evaluation, store: TableStore) -> tuple[int, int] | None:
     """Return when the traces were recorded; null where their tables are elsewhere, or no time in them has a date."""
     run_ids = sorted({r for s in evaluation.deployments for r in s.runs} & set(store.runs()))
-    dated = store.read("runs", run_ids).filter(pl.col("first_unix_ns") >= FIRST_DATE_NS)
+    dated = store.read("runs", run_ids, ["first_unix_ns", "last_unix_ns"]).filter(
+        pl.col("first_unix_ns") >= FIRST_DATE_NS
+    )
     first, last = dated.select(pl.col("first_unix_ns").min(), pl.col("last_unix_ns").max()).row(0)
     return None if first is None else (first, last)

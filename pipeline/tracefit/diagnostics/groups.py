@@ -35,10 +35,9 @@ def bins_of(rows: pl.DataFrame, x: str, y: str, *, least: int = 1) -> list[Bin]:
     """Sum up y in groups of about equal size along x, of so many rows at least; rows of one x are in one group."""
     # Groups of few rows differ by chance, and so do those that split rows of one x.
     count = min(_MOST_GROUPS, max(2, rows.height // least))
-    ranked = rows.sort(x).with_columns(
-        group=((pl.col(x).rank("min") - 1) * count).cast(pl.Int64) // pl.len().cast(pl.Int64)
-    )
-    groups = ranked.group_by("group", maintain_order=True).agg(
+    ranked = rows[[x, y]].sort(x)
+    group = ((ranked[x].rank("min") - 1) * count).cast(pl.Int64) // rows.height
+    groups = ranked.group_by(group.alias("group"), maintain_order=True).agg(
         rows=pl.len(),
         low=pl.col(x).min(),
         high=pl.col(x).max(),

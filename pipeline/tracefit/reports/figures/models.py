@@ -9,6 +9,7 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple, Unpack
 
+import numpy as np
 import polars as pl
 
 from tracefit.diagnostics.groups import bins_of
@@ -58,7 +59,8 @@ def _bin_table(bins: Iterable[Bin], x_name: str, y_name: str) -> Table:
 
 def thinned(rows: pl.DataFrame, points: int) -> pl.DataFrame:
     """Take at most `points` rows, evenly."""
-    return rows.gather_every(max(1, -(-rows.height // points)))
+    # By their numbers: `gather_every` takes thirty times as long.
+    return rows[np.arange(0, rows.height, max(1, -(-rows.height // points)))]
 
 
 def _dots(name: str, rows: pl.DataFrame, x: str, y: str, colour: str, **marker: object) -> Trace:
@@ -93,8 +95,8 @@ class ScatterSample(NamedTuple):
 
 
 def _sample(parts: Sequence[tuple[str, pl.DataFrame]], x: str, y: str, points: int) -> ScatterSample:
-    """Draw at most `points` rows of each kind."""
-    kinds = [(name, thinned(part.sort("ts_ns"), points)) for name, part in parts if part.height]
+    """Draw at most `points` rows of each kind, which are in the order of time."""
+    kinds = [(name, thinned(part, points)) for name, part in parts if part.height]
     styles = ((BLUE, "circle"), (ORANGE, "triangle-up"), (GREY, "diamond"))
     traces = [
         _dots(name, some, x, y, colour, symbol=symbol)
@@ -111,8 +113,9 @@ def model_figures(model: Model, rows: pl.DataFrame, *, points: int) -> tuple[Fig
     features.
     """
     name = anchor(f"{model.deployment_id}-{model.name}")
+    rows = rows.sort("ts_ns")
     held = rows.filter(split="holdout")
-    servers = rows.select(SERVER).n_unique()
+    servers = rows.unique(SERVER).height
     overlaid = f" The runs of {servers} servers overlay each other." if servers > 1 else ""
     parts = (("training rows", rows.filter(split="train")), ("held-out rows", held))
     sample = _sample(parts, "at_s", "residual_ms", points)
