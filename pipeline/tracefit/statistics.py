@@ -10,7 +10,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 Vector = NDArray[np.float64]
 Matrix = NDArray[np.float64]
@@ -42,6 +42,11 @@ def percentile(values: Vector, percent: float) -> float:
     low, high, share = parted[at].item(), parted[above].item(), rank - at
     # From the nearer of the two, so that the end of a rank is exactly its value.
     return float(low + (high - low) * share if share < 0.5 else high - (high - low) * (1 - share))
+
+
+def percentiles(values: Vector, percents: Sequence[float]) -> list[float]:
+    """Return several percentiles of the same values, each as `percentile` does; the values are sorted once."""
+    return [float(value) for value in np.percentile(values, percents, method="linear")]
 
 
 def percentile_of_counts(values: Vector, counts: Integers, percent: float) -> float:

@@ -13,7 +13,7 @@ from tracefit.errors import FORMULA_SIGNS, DataError
 from tracefit.models import targets
 from tracefit.results.requests import PhaseSummary, Quantiles, RequestGroup, RequestSummary
 from tracefit.server.settings import ENDPOINT_FLAG
-from tracefit.statistics import percentile
+from tracefit.statistics import percentiles
 from tracefit.tables import client_times, schema
 from tracefit.tables.requests import latency_us
 from tracefit.tables.store import TableStore
@@ -213,7 +213,7 @@ def _quantiles(us: pl.Series) -> Quantiles:
     known = us.drop_nulls() / 1e6
     if not len(known):
         return Quantiles(0, None, None, None, None)
-    p50, p90, p99 = (percentile(known.to_numpy(), percent) for percent in (50, 90, 99))
+    p50, p90, p99 = percentiles(known.to_numpy(), (50, 90, 99))
     return Quantiles(len(known), float(known.sum()) / len(known), p50, p90, p99)
 
 

@@ -6,7 +6,7 @@ import polars as pl
 
 from tracefit.diagnostics.groups import US_PER_MS, Bin, bins_by_run, count_open
 from tracefit.models.targets import LATENCY_TITLES
-from tracefit.statistics import PERCENTS, percentile
+from tracefit.statistics import PERCENTS, percentiles
 from tracefit.tables.client_times import with_clients_latencies
 from tracefit.tables.requests import latency_us
 from tracefit.tables.schema import SERVER
@@ -16,7 +16,9 @@ def measured_latencies(requests: pl.DataFrame) -> dict[str, dict[int, float]]:
     """Return percentiles of the measured request latencies in ms; a latency of fewer than two requests is left out."""
     rows = with_clients_latencies(requests).select(latency_us(name).alias(name) for name in LATENCY_TITLES)
     known = {name: (rows[name].drop_nulls() / US_PER_MS).to_numpy() for name in LATENCY_TITLES}
-    return {name: {p: percentile(ms, p) for p in PERCENTS} for name, ms in known.items() if len(ms) >= 2}
+    return {
+        name: dict(zip(PERCENTS, percentiles(ms, PERCENTS), strict=True)) for name, ms in known.items() if len(ms) >= 2
+    }
 
 
 def latencies_over_load(requests: pl.DataFrame) -> dict[str, pl.DataFrame]:

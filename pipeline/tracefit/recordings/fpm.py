@@ -414,7 +414,8 @@ def _tables_in(payload: bytes, header: bytes) -> Iterator[tuple[list[str], list[
 def _of_lines(columns: list[str], lines: list[tuple[int, bytes]], rejects: Rejects) -> pl.DataFrame:
     """Read lines of a table by column."""
     text = pl.Series("line", [line.decode("utf-8", errors="replace") for _, line in lines], pl.String)
-    fields = pl.col("line").str.split(",")
+    # Split once, not in the expression of each column.
+    table, fields = text.str.split(",").alias("fields").to_frame(), pl.col("fields")
     faults = [pl.when(fields.list.len() != len(columns)).then(pl.lit(f"not {len(columns)} fields"))]
     values = {}
     for name, column in _CSV.items():
@@ -426,7 +427,7 @@ def _of_lines(columns: list[str], lines: list[tuple[int, bytes]], rejects: Rejec
         is_good = size.is_between(0, most).fill_null(value=False)
         is_empty = field.fill_null("") == "" if name in _CSV_OPTIONAL else pl.lit(value=False)
         faults.append(pl.when(~is_good & ~is_empty).then(pl.lit(f"{name} out of range, or no number")))
-    numbers = text.to_frame().select(
+    numbers = table.select(
         **values, fault=pl.coalesce(faults), row=pl.int_range(pl.len()), unix_ns=pl.lit(None, pl.Int64)
     )
     for row, fault in numbers.drop_nulls("fault").select("row", "fault").iter_rows():

@@ -20,7 +20,7 @@ from tracefit.replay.engine import EngineSettings
 from tracefit.replay.models import FittedStepTimes, admission_us, batch_at, departure_us
 from tracefit.replay.run import RequestLoad, replay
 from tracefit.results.replays import QueueWindow, ReplayAtSpeed, Replayed, RunReplay
-from tracefit.statistics import LIKELY_SDS, percentile
+from tracefit.statistics import LIKELY_SDS, percentiles
 from tracefit.tables.client_times import CLIENT_TIMES, with_clients_latencies
 from tracefit.tables.dialects import CLIENT
 from tracefit.tables.requests import latency_us
@@ -267,11 +267,11 @@ def _compared(run_id: str, traces: RunTraces, deployment: DeploymentModels, cuts
         deployment.deployment_id,
         requests=compared.height,
         in_flight=int((replayed["arrival"] < 0).sum()),
-        quantities=_quantities(compared, before, predicted),
+        quantities=_quantities(compared, (before, predicted)),
         queue=_queue(compared),
         notes=notes + _notes(replayed, deployment, is_full=compared.height >= MOST_LOOP_REQUESTS),
         at_speeds=tuple(
-            ReplayAtSpeed(slower_pct, {q.name: q.replayed for q in _quantities(rows, before, predicted)})
+            ReplayAtSpeed(slower_pct, {q.name: q.replayed for q in _quantities(rows)})
             for slower_pct in _speeds_of_holdout_pct(deployment.step_model)
             for rows in (_replayed(prepared, deployment, 1 + slower_pct / 100).filter("counts"),)
         ),
@@ -586,20 +586,25 @@ def _predicted(traces: RunTraces, deployment: DeploymentModels, counted: pl.Data
         return described.with_columns(pl.lit(None, pl.Float64).alias(f"{name}_us") for name in LATENCY_TITLES)
 
 
-def _quantities(rows: pl.DataFrame, before: pl.DataFrame, predicted: pl.DataFrame) -> tuple[Replayed, ...]:
-    """Return percentiles, throughput and the mean queue of the same requests, measured and replayed."""
+def _quantities(
+    rows: pl.DataFrame, guesses: tuple[pl.DataFrame, pl.DataFrame] | None = None
+) -> tuple[Replayed, ...]:
+    """Return percentiles, throughput and the mean queue of the same requests, measured and replayed.
+
+    `guesses` are the requests before the compared part, whose percentiles are a constant guess, and the predictions.
+    """
     measured, replayed = _latencies(rows)
     entries = []
     for name, values in measured.items():
         known = ~np.isnan(values)
         if known.sum() < LEAST_LOOP_REQUESTS or np.isnan(replayed[name][known]).any():
             continue
-        column = f"{name}_us"
-        those = predicted.join(rows.filter(known), on=REQUEST, how="semi", nulls_equal=True)
-        for q in _LOOP_PERCENTILES:
-            others = (_percentile(frame, column, q) for frame in (before, those))
-            pair = (percentile(side[name][known], q) for side in (measured, replayed))
-            entries.append(_entry(f"{name}_p{q}_us", *pair, *others))
+        sides = [percentiles(side[name][known], _LOOP_PERCENTILES) for side in (measured, replayed)]
+        if guesses is not None:
+            before, predicted = guesses
+            those = predicted.join(rows.filter(known), on=REQUEST, how="semi", nulls_equal=True)
+            sides += [_percentiles(frame, f"{name}_us") for frame in (before, those)]
+        entries += [_entry(f"{name}_p{q}_us", *of) for q, *of in zip(_LOOP_PERCENTILES, *sides, strict=True)]
     span = [
         float(rows.select(pl.col(end).max() - pl.col("arrival").min()).item()) for end in ("finished", "replayed_last")
     ]
@@ -619,9 +624,11 @@ def _entry(
     return Replayed(name, measured, replayed, error, constant, predicted)
 
 
-def _percentile(rows: pl.DataFrame, column: str, q: int) -> float | None:
+def _percentiles(rows: pl.DataFrame, column: str) -> Sequence[float | None]:
     known = rows[column].drop_nulls() if column in rows.columns else None
-    return None if known is None or known.is_empty() else percentile(known.to_numpy(), q)
+    if known is None or known.is_empty():
+        return [None] * len(_LOOP_PERCENTILES)
+    return percentiles(known.to_numpy(), _LOOP_PERCENTILES)
 
 
 def _latencies(rows: pl.DataFrame) -> tuple[dict[str, Vector], dict[str, Vector]]:
