@@ -118,6 +118,8 @@ def _find(head: bytes) -> tuple[Shape, Encoding] | None:
         return "lines", "json"
     if _header_at(head, head.find(b"counter_id")):
         return "lines", "csv"
+    if head.isascii():  # a message begins with a byte that is not
+        return None
     for _, match in zip(range(_MOST_TRIED), _RECORD_MAP_START.finditer(head), strict=False):
         message = head[match.start() : match.start() + _MOST_RECORD_BYTES]
         if _version_of(message[: message_bytes(message)], "msgpack") is not None:
