@@ -39,7 +39,10 @@ class StepSums:
                 value.
             Null if `after` or `last` is null.
         """
-        begin, end = self._sums_until(rows, after), self._sums_until(rows, last)
+        # Both ends in one join.
+        ends = pl.concat([rows.select(*ENGINE, step_id=step.cast(pl.Int64)) for step in (after, last)])
+        until = self._sums_until(ends)
+        begin, end = until.head(rows.height), until.tail(rows.height)
         sums = end.select(pl.col(name) - begin[name] for name in end.columns)
         if missing == "unknown":
             steps = pl.col("step_id")
@@ -48,10 +51,11 @@ class StepSums:
             )
         return sums.drop("step_id")
 
-    def _sums_until(self, rows: pl.DataFrame, step: pl.Expr) -> pl.DataFrame:
-        wanted = rows.select(*ENGINE, step_id=step.cast(pl.Int64)).with_row_index("row")
-        matched = wanted.sort("step_id", nulls_last=True).join_asof(
-            self._until, on="step_id", by=ENGINE, check_sortedness=False
+    def _sums_until(self, wanted: pl.DataFrame) -> pl.DataFrame:
+        matched = (
+            wanted.with_row_index("row")
+            .sort("step_id", nulls_last=True)
+            .join_asof(self._until, on="step_id", by=ENGINE, check_sortedness=False)
         )
         # An engine that has no step yet has a sum of 0.
         sums = pl.exclude(*ENGINE, "row").fill_null(0)
