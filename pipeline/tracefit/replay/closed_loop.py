@@ -267,7 +267,7 @@ def _compared(run_id: str, traces: RunTraces, deployment: DeploymentModels, cuts
         deployment.deployment_id,
         requests=compared.height,
         in_flight=int((replayed["arrival"] < 0).sum()),
-        quantities=_quantities(compared, (before, predicted)),
+        quantities=_quantities(compared, before, predicted),
         queue=_queue(compared),
         notes=notes + _notes(replayed, deployment, is_full=compared.height >= MOST_LOOP_REQUESTS),
         at_speeds=tuple(
@@ -587,11 +587,12 @@ def _predicted(traces: RunTraces, deployment: DeploymentModels, counted: pl.Data
 
 
 def _quantities(
-    rows: pl.DataFrame, guesses: tuple[pl.DataFrame, pl.DataFrame] | None = None
+    rows: pl.DataFrame, before: pl.DataFrame | None = None, predicted: pl.DataFrame | None = None
 ) -> tuple[Replayed, ...]:
     """Return percentiles, throughput and the mean queue of the same requests, measured and replayed.
 
-    `guesses` are the requests before the compared part, whose percentiles are a constant guess, and the predictions.
+    Those of the requests `before` are a constant guess, and `predicted` are the predictions of the requests; where they
+    are not given, nothing is guessed.
     """
     measured, replayed = _latencies(rows)
     entries = []
@@ -599,12 +600,13 @@ def _quantities(
         known = ~np.isnan(values)
         if known.sum() < LEAST_LOOP_REQUESTS or np.isnan(replayed[name][known]).any():
             continue
-        sides = [percentiles(side[name][known], _LOOP_PERCENTILES) for side in (measured, replayed)]
-        if guesses is not None:
-            before, predicted = guesses
-            those = predicted.join(rows.filter(known), on=REQUEST, how="semi", nulls_equal=True)
-            sides += [_percentiles(frame, f"{name}_us") for frame in (before, those)]
-        entries += [_entry(f"{name}_p{q}_us", *of) for q, *of in zip(_LOOP_PERCENTILES, *sides, strict=True)]
+        pair = [percentiles(side[name][known], _LOOP_PERCENTILES) for side in (measured, replayed)]
+        those = (
+            None if predicted is None else predicted.join(rows.filter(known), on=REQUEST, how="semi", nulls_equal=True)
+        )
+        guesses = [_percentiles(frame, f"{name}_us") for frame in (before, those)]
+        of_each = zip(*pair, *guesses, strict=True)
+        entries += [_entry(f"{name}_p{q}_us", *of) for q, of in zip(_LOOP_PERCENTILES, of_each, strict=True)]
     span = [
         float(rows.select(pl.col(end).max() - pl.col("arrival").min()).item()) for end in ("finished", "replayed_last")
     ]
@@ -624,8 +626,8 @@ def _entry(
     return Replayed(name, measured, replayed, error, constant, predicted)
 
 
-def _percentiles(rows: pl.DataFrame, column: str) -> Sequence[float | None]:
-    known = rows[column].drop_nulls() if column in rows.columns else None
+def _percentiles(rows: pl.DataFrame | None, column: str) -> Sequence[float | None]:
+    known = rows[column].drop_nulls() if rows is not None and column in rows.columns else None
     if known is None or known.is_empty():
         return [None] * len(_LOOP_PERCENTILES)
     return percentiles(known.to_numpy(), _LOOP_PERCENTILES)

@@ -940,7 +940,7 @@ def read_part(part: Path, columns: Sequence[str] | None = None, *, where: str | 
         raise DataError("is not a readable Parquet file", where=where, hint=_INGEST_AGAIN) from error
 
 
-def _scan_small(parts: Path | Sequence[Path]) -> pl.LazyFrame:
+def _scan_small(parts: Path | list[Path]) -> pl.LazyFrame:
     # Each of these takes longer than a small file.
     return pl.scan_parquet(parts, hive_partitioning=False, parallel="none", glob=False, use_statistics=False)
 

@@ -30,9 +30,7 @@ if TYPE_CHECKING:
 
 
 # At the beginning of a line. The pattern begins with the bracket: the regex engine skips to one.
-_FIND = re.compile(
-    rb'\{(?<![^\n]\{)\s*"name"\s*:\s*"[^"\n]{0,999}"\s*,\s*"context"\s*:\s*\{\s*"trace_id"\s*:\s*"0x'
-)
+_FIND = re.compile(rb'\{(?<![^\n]\{)\s*"name"\s*:\s*"[^"\n]{0,999}"\s*,\s*"context"\s*:\s*\{\s*"trace_id"\s*:\s*"0x')
 _MOST_TOGETHER = 64
 _MICROSECONDS = 1000
 
