@@ -5,8 +5,10 @@
 
 DATA is a folder with `fpm-b300/`, runs recorded as ForwardPassMetrics, and a step-traced run of an H100 (see `gpu.py`);
 FOLDER has further runs of the same kind, one folder each, which are only predicted. Prints mean absolute errors of step
-times in percent: of each kind of transfer without any step of the server, and after 20 and 100 well-spread ones; and
-median errors of the law in the package on the steps without prompts, some of them used for it (`make law`).
+times in percent: of each kind of transfer without any step of the server, and after 20 and 100 well-spread ones;
+"equal" is the error of a guess that knows the best time of each batch of these steps, the least that one of batches
+can have; and median errors of the law in the package on the steps without prompts, some of them used for it
+(`make law`).
 `--generated` does so on servers of the generator: four laws, three models, three GPUs and three sizes of tensor
 parallelism.
 """
@@ -22,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+import polars as pl
 from msgspec.structs import replace
 
 import tracefit
@@ -120,6 +123,7 @@ class Case:
                 _pct(actual, unchanged(target, nearest(target.context, chosen))),
                 _pct(actual, roofline(target.rows)),
                 *(_calibrated(law, target, n) for n in CALIBRATED),
+                _equal_batches_pct(target.rows),
                 covered,
             ]
             means.append(values)
@@ -129,6 +133,24 @@ class Case:
             return
         cells = " | ".join(f"{value:.1f}" for value in np.nanmean(np.array(means), axis=0))
         print(f"| **{self.name}** | **mean of {len(means)}** | | | {cells} | |")
+
+
+_EQUAL = 0.05
+"""Amounts of tokens within this share are equal."""
+
+
+def _equal_batches_pct(rows: pl.DataFrame) -> float:
+    """Return the least mean absolute percentage error of a time per batch, on steps whose batch occurs twice."""
+    batch = [pl.col(name) for name in rows.columns if name.startswith("of_")]
+    classes = [(column.clip(1).log() / np.log1p(_EQUAL)).floor() for column in batch]
+    errors = []
+    for _, equal in rows.with_columns(classes).group_by([name.meta.output_name() for name in batch]):
+        times = np.sort(target_of(equal))
+        # The median with weights 1 / time has the smallest sum of relative errors.
+        weights = np.cumsum(1 / times)
+        best = times[np.searchsorted(weights, weights[-1] / 2)]
+        errors += [*(np.abs(times - best) / times)] if len(times) > 1 else []
+    return float(100 * np.mean(errors))
 
 
 def _calibrated(law: object, target: LawRows, steps: int) -> float:
@@ -227,7 +249,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         cases = generated(Path(folder)) if options.generated else recorded(options.data, options.more, Path(folder))
         head = ("case", "server", "kind", "sources", "law %", "prompts %", "nearest %", "roofline %")
-        head = (*head, *(f"after {n} steps %" for n in CALIBRATED), "covered %", "CPU s")
+        head = (*head, *(f"after {n} steps %" for n in CALIBRATED), "equal %", "covered %", "CPU s")
         print(f"| {' | '.join(head)} |\n|{' --- |' * len(head)}")
         for case in cases:
             case.print()
