@@ -230,7 +230,7 @@ def _with_terms(timeline: pl.DataFrame, context: RunContext, sets: Sequence[Feat
     if all(one.name != LAW_SET.name for one in sets):
         return timeline
     law = with_law(timeline, context)
-    # What the law assumes where a batch is not known, other sets do not.
+    # The law assumes numbers that a batch does not say; other sets do not.
     return law if len(sets) == 1 else timeline.with_columns(law.select(pl.exclude(timeline.columns)))
 
 

@@ -80,8 +80,8 @@ def usable_features(x: Matrix, names: Sequence[str]) -> tuple[list[int], list[Om
             left_out.append(OmittedFeature(name, reason))
             continue
         with_kept = correlations[index, kept]
-        # 1 - R^2: the share of the feature's variance that the kept features leave unexplained. These are no mixes of
-        # each other, so that their correlations are far from singular.
+        # 1 - R^2: the share of the feature's variance that the kept features leave unexplained. None of these is a
+        # mix of the others, so that their correlations are far from singular.
         unexplained = 1 - float(with_kept @ np.linalg.solve(correlations[np.ix_(kept, kept)], with_kept))
         is_derived = name in _PRODUCTS or PADDED_OF.get(name) in {names[k] for k in kept}
         if unexplained * (MAX_DERIVED_VIF if is_derived else MAX_VIF) >= 1:
