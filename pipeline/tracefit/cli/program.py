@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 import os
-import tomllib
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -101,6 +100,8 @@ def use_config(context: typer.Context, path: Path | None) -> Path | None:
 
 def _read(path: Path) -> dict[str, Any]:
     # Not at the top: it brings libraries that a command without a configuration file may not need.
+    import tomllib
+
     from tracefit.server.documents import as_text, read_bytes
 
     text = as_text(read_bytes(path, limit_bytes=_MAX_OPTIONS_BYTES), where=str(path))
