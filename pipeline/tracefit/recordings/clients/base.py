@@ -346,11 +346,11 @@ def _odd_share(tokens: pl.DataFrame) -> float:
 
 def finder(shape: Shape, *patterns: bytes) -> Callable[[bytes], tuple[Shape, Encoding] | None]:
     """Return a function that recognises content whose beginning has every one of some patterns."""
-    keys = [re.compile(pattern) for pattern in patterns]
 
     def find(head: bytes) -> tuple[Shape, Encoding] | None:
         content = head.removeprefix(BOM)
-        return (shape, "json") if all(key.search(content) for key in keys) else None
+        # Compiled here, where they are needed: most files are ruled out by the first pattern.
+        return (shape, "json") if all(re.search(pattern, content) for pattern in patterns) else None
 
     return find
 
