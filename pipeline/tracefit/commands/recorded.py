@@ -35,7 +35,7 @@ def complete_requests(store: TableStore, runs: Iterable[str]) -> pl.DataFrame:
     complete = pl.col("finish_status").fill_null("stopped").is_in(["stopped", "length"])
     rows = store.read("requests", list(runs), _RECORDED_COLUMNS).filter(pl.all_horizontal(known), complete)
     rows = rows.sort(*ENGINE, "arrival_ns").tail(_MOST_RECORDED_REQUESTS)
-    sampled = store.read("runs", list(runs))["journey_sampling"].drop_nulls()
+    sampled = store.read("runs", list(runs), ["journey_sampling"]).to_series().drop_nulls()
     share = float(sampled.min()) if sampled.len() else 1.0  # type: ignore[arg-type]  # a number
     return rows.with_columns(sampling=pl.lit(share or 1.0))
 

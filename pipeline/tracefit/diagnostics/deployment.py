@@ -44,7 +44,7 @@ _DRAWN_REQUEST_COLUMNS = (
     *("finish_status", "prompt_tokens", "dialect", *CLIENT_TIMES),
 )
 
-_DRAWN_STEP_COLUMNS = ("run_id", "cycle_us", "cycle_source", "idle_after", "running_depth")
+_DRAWN_STEP_COLUMNS = (*STEP, *RESIDUAL_BATCH_COLUMNS, "cycle_us", "cycle_source", "idle_after", "running_depth")
 
 
 class DeploymentDiagnostics(msgspec.Struct, frozen=True):
@@ -105,16 +105,16 @@ def diagnose(deployment: DeploymentEvaluation, models: Sequence[Model], store: T
         )
     runs = list(deployment.runs)
     of_rows = sorted(RESIDUAL_COLUMNS.union(*(CompiledModel(m).columns_with_clock for m in models)))
+    timeline = store.read("timeline", runs, _DRAWN_STEP_COLUMNS)
     steps = with_batches(
         store.read("beta_training", runs, of_rows).filter(deployment_id=deployment.deployment_id),
-        store.read("timeline", runs, [*STEP, *RESIDUAL_BATCH_COLUMNS]),
+        timeline,
         lag_steps=deployment.timeline.execution_lag_steps,
     )
     durations = [*(f"{name}_us" for name in LATENCY_TITLES), *first_token_parts().values()]
     columns = dict.fromkeys([*_DRAWN_REQUEST_COLUMNS, *durations, *SLOWEST_COLUMNS])
     requests = store.read("requests", runs, list(columns))
-    of_first_runs = requests.filter(pl.col("run_id").is_in(runs[:MOST_DRAWN_RUNS]))
-    timeline = store.read("timeline", runs[:MOST_DRAWN_RUNS], _DRAWN_STEP_COLUMNS)
+    is_first = pl.col("run_id").is_in(runs[:MOST_DRAWN_RUNS])
     make = (attempts := Attempts()).make
     engines = _engines(deployment, store, steps, attempts)
     return DeploymentDiagnostics(
@@ -124,8 +124,8 @@ def diagnose(deployment: DeploymentEvaluation, models: Sequence[Model], store: T
         store.read("alpha_training", runs, of_rows).filter(deployment_id=deployment.deployment_id),
         make("the parts of TTFT", lambda: first_token_breakdown(requests), None),
         make("measured latencies", lambda: measured_latencies(requests), {}),
-        make("latencies over the load", lambda: latencies_over_load(of_first_runs), {}),
-        make("step times over the batch", lambda: step_times_over_batch(timeline), {}),
+        make("latencies over the load", lambda: latencies_over_load(requests.filter(is_first)), {}),
+        make("step times over the batch", lambda: step_times_over_batch(timeline.filter(is_first)), {}),
         tuple(islice(engines, MOST_ENGINES)),
         make("the slowest requests", lambda: slowest_requests(requests), ()),
         tuple(attempts.failed),

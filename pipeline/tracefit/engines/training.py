@@ -80,6 +80,10 @@ def timeline_in(store: TableStore, run_id: str) -> dict[str, pl.DataFrame]:
     return {n: rows if isinstance(rows, pl.DataFrame) else pl.concat(rows) for n, rows in built.items()}
 
 
+_REQUEST_FACTS = (*SERVER, "dialect", "first_token_step")
+"""Columns that say which requests of a run are read."""
+
+
 def frames_of(store: TableStore, run_id: str) -> RunFrames:
     """Read the data for the fits from a run with a timeline.
 
@@ -90,14 +94,15 @@ def frames_of(store: TableStore, run_id: str) -> RunFrames:
     context = _context(store, runs, run_id)
     limits, architecture = engine_limits(context), context.architecture
     timeline, journeys = store.read("timeline", [run_id]), store.read("journey_events", [run_id])
-    steps = store.read("steps", [run_id])
+    steps = store.read("steps", [run_id], [*ENGINE, "step_id", *LOAD_STEP_COLUMNS])
     examine = partial(
         unknown_batches,
         budget=limits.max_num_batched_tokens,
         has_steps=bool(steps.height),
         traced_share=context.settings.journey_tracing_sample_rate,
     )
-    requests, unknown = _requests_of(store, run_id, examine)
+    facts = store.read("requests", [run_id], [*_REQUEST_FACTS, *LOAD_REQUEST_COLUMNS])
+    requests, unknown = _requests_of(store, run_id, facts, examine)
     # Spans of an unmodified server do not name the engine core's request: the client-facing id joins both.
     requests = requests.with_columns(core_request_id=pl.coalesce("core_request_id", "request_id"))
     # Steps counted from requests reuse the events of requests, so they are not independent evidence of the clock.
@@ -111,9 +116,7 @@ def frames_of(store: TableStore, run_id: str) -> RunFrames:
         kv_bytes_per_token=architecture.kv_bytes_per_token if architecture else None,
     )
     lags = {(run, server): lag for run, server, lag in execution_lags(timeline, events).iter_rows()}
-    overload = overload_of(
-        run_id, store.read("requests", [run_id], LOAD_REQUEST_COLUMNS), steps.select(LOAD_STEP_COLUMNS)
-    )
+    overload = overload_of(run_id, facts, steps)
     tables = DeploymentTables(
         runs=runs,
         timeline=with_least_time(with_prefix_hits(with_cache, requests), context),
@@ -140,15 +143,15 @@ def _written_by(store: TableStore, runs: pl.DataFrame) -> tuple[str, ...]:
 
 
 def _requests_of(
-    store: TableStore, run_id: str, examine: Callable[[pl.DataFrame], pl.DataFrame]
+    store: TableStore, run_id: str, facts: pl.DataFrame, examine: Callable[[pl.DataFrame], pl.DataFrame]
 ) -> tuple[pl.DataFrame, tuple[str, ...]]:
-    """Read the requests of a run, and why the batches of its unmodified servers are unknown, which `examine` finds.
+    """Read the requests of a run by the `_REQUEST_FACTS` of all of them, and why the batches of its unmodified servers
+    are unknown, which `examine` finds.
 
     A server with very many requests contributes those in the windows placed on steps, or else an even sample.
     """
     is_stock = pl.col("dialect") == STOCK
     placed = pl.col("first_token_step").is_not_null() & is_stock
-    facts = store.read("requests", [run_id], [*SERVER, "dialect", "first_token_step"])
     counts = facts.group_by(SERVER).agg(placed=placed.sum(), stock=is_stock.sum())
     windows = counts.filter(pl.col("placed") >= MOST_PLACED)["server"].to_list()
     rest = counts.filter(~pl.col("server").is_in(windows), pl.col("stock") > MOST_PLACED)
