@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import TYPE_CHECKING
 
@@ -94,6 +95,36 @@ def robust_sd(values: Vector) -> float:
     are equal.
     """
     return _SD_PER_MAD * median(np.abs(values - median(values)))
+
+
+def nonnegative(square: Matrix, cross: Vector) -> Vector:
+    """Return the a without a negative element that minimises a.square.a / 2 - a.cross.
+
+    It is the best of the solutions with some elements 0 and the others free, all of which are tried: there are few
+    elements.
+
+    Args:
+        square: Shape (n, n), positive definite.
+        cross: Shape (n,).
+    """
+    free = np.array([*itertools.product((False, True), repeat=len(cross))])
+    # Where an element is 0, its equation says so.
+    systems = np.where(free[:, :, None] & free[:, None, :], square, np.eye(len(cross)))
+    found = np.linalg.solve(systems, (free * cross)[:, :, None])[:, :, 0]
+    gains = np.where((found >= 0).all(axis=1), found @ cross, -np.inf)
+    return np.asarray(found[np.argmax(gains)])
+
+
+def binomial_tail(least: int, trials: int, chance: float) -> float:
+    """Return the probability of at least so many successes in trials that each succeed by a chance between 0 and 1."""
+    if not least:
+        return 1.0
+    odds = math.log(chance) - math.log1p(-chance)
+    ways = math.lgamma(trials + 1) - math.lgamma(least + 1) - math.lgamma(trials - least + 1)
+    more = np.arange(least, trials)
+    # The logarithm of the probability of `least`, and the steps from that of each number to that of the next.
+    logs = np.r_[ways + least * odds + trials * math.log1p(-chance), np.log((trials - more) / (more + 1)) + odds]
+    return min(1.0, float(np.exp(np.cumsum(logs)).sum()))
 
 
 def monotone(x: Vector, y: Vector) -> Callable[[Vector], Vector]:

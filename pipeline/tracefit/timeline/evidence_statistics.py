@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from tracefit.statistics import robust_sd
+from tracefit.statistics import binomial_tail, robust_sd
 from tracefit.timeline import thresholds
 
 if TYPE_CHECKING:
@@ -101,9 +101,7 @@ class LateArrivals(NamedTuple):
     @property
     def chance(self) -> float:
         """The chance of at least as many in a complete recording, of the binomial distribution."""
-        from scipy.special import bdtrc  # noqa: PLC0415 - commands that fit nothing do without
-
-        return float(bdtrc(self.late - 1, self.arrivals, self.usual_share))
+        return binomial_tail(self.late, self.arrivals, self.usual_share)
 
 
 def late_arrivals(arrays: RequestArrays) -> LateArrivals | None:

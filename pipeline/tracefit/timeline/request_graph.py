@@ -15,6 +15,7 @@ import numpy as np
 import polars as pl
 from msgspec.structs import replace
 
+from tracefit.statistics import nonnegative
 from tracefit.tables.dialects import CLIENT, STOCK
 from tracefit.timeline import thresholds
 
@@ -468,17 +469,13 @@ def fit_steps(graph: Graph, steps: Floats, begin: Ints, end: Ints, goal: Floats,
 def robust_fit(x: Floats, y: Floats) -> Floats:
     """Return the non-negative coefficients of `y` in `x` with the least absolute relative errors.
 
-    Iteratively reweighted least squares (Schlossmacher 1973), each round by non-negative least squares (Lawson and
-    Hanson 1974) on a Cholesky factor of the normal equations.
+    Iteratively reweighted least squares (Schlossmacher 1973), each round with no negative coefficient (`nonnegative`).
     """
-    from scipy.optimize import nnls  # noqa: PLC0415 - commands that fit nothing do without
-
     weight = 1 / y
     for _ in range(8):
         a, b = x * weight[:, None], y * weight
         square = a.T @ a
-        lower = np.linalg.cholesky(square + 1e-9 * np.diag(square.diagonal() + 1e-30))
-        beta = nnls(lower.T, np.linalg.solve(lower, a.T @ b))[0]
+        beta = nonnegative(square + 1e-9 * np.diag(square.diagonal() + 1e-30), a.T @ b)
         error = np.abs(x @ beta - y) / y
         weight = 1 / y / np.sqrt(np.maximum(error, 0.3 * float(np.median(error)) + 1e-9))
-    return np.asarray(beta, dtype=np.float64)
+    return beta
