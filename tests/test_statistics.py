@@ -23,6 +23,15 @@ def test_several_percentiles_are_those_of_each():
     assert percentiles(values, percents) == [percentile(values, percent) for percent in percents]
 
 
+@pytest.mark.parametrize(
+    "values", [[3.0], [4.0, 1.0], [5.0, 1.0, 9.0], [2, 2, 7, 1], [1.0, np.nan, 3.0], [1.0, 2.0, np.inf]]
+)
+@pytest.mark.parametrize("percent", [0, 12.5, 50, 60, 99.9, 100])
+def test_a_percentile_is_that_of_numpy(values, percent):
+    with np.errstate(invalid="ignore"):
+        np.testing.assert_equal(percentile(np.array(values), percent), np.percentile(values, percent))
+
+
 def test_the_expression_is_the_percentile_of_each_group():
     rows = pl.DataFrame({"of": ["a"] * 5 + ["b"], "value": [40.0, 10.0, None, 30.0, 20.0, 7.0]})
     found = rows.group_by("of", maintain_order=True).agg(percentile_expr(pl.col("value"), 90))
