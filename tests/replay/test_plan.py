@@ -15,7 +15,7 @@ from replay.conftest import METRICS
 from tracefit.coefficients.models import load
 from tracefit.commands.ingest import ingest
 from tracefit.replay.engine import EngineSettings
-from tracefit.replay.plan import Fleet, Simulated, TrafficSample, carried_per_s, draw, full_server
+from tracefit.replay.plan import Curve, Fleet, Simulated, TrafficSample, carried_per_s, draw, full_server
 from tracefit.synth import LoadPhase, SynthOptions, synth, write_run
 from tracefit.tables.store import TableStore
 
@@ -98,6 +98,23 @@ def test_where_no_number_is_sure_the_likely_one_is_said_to_be_so(constant):
     plan = one(constant(ci95=(900.0, 1100.0)), rate=1900, slo_ms={"itl_p99": 1.05})
     assert (plan.servers, plan.servers_likely) == (3, 3)
     assert plan.notes[0].startswith("no number of servers is sure to be enough")
+
+
+def _at(rate, e2e_ms):
+    return Simulated(rate, {"e2e": np.full(40, 1e3 * e2e_ms)}, (1, 1), 0, 0, 0, (), np.inf)
+
+
+def test_a_curve_keeps_its_shape_and_passes_through_longer_replays():
+    """Half as much again at a rate between two points moves them by as much; of two longer replays, the nearer one
+    counts more."""
+    points = [_at(1.0, 10), _at(2.0, 20), _at(4.0, 80)]
+    middle = float(Curve(points, {}).values_ms("e2e_p50", np.array([3.0]))[0])
+    moved = Curve(points, {}, [_at(3.0, 1.5 * middle)])
+    assert moved.rates.tolist() == [1, 2, 3, 4]
+    assert moved.values_ms("e2e_p50", moved.rates) == pytest.approx([15, 30, 1.5 * middle, 120])
+    twice = Curve(points, {}, [_at(3.0, 1.5 * middle), _at(1.0, 10)])
+    assert twice.rates.tolist() == [1, 2, 3, 4]
+    assert twice.values_ms("e2e_p50", twice.rates) == pytest.approx([10, 20 * 1.5**0.5, 1.5 * middle, 120])
 
 
 def test_drawn_lengths_are_spread_as_in_the_sample():

@@ -51,7 +51,7 @@ _WAVES = 4
 REPLAYED_REQUESTS = 1_200
 """Requests of one replay of a curve."""
 ANCHOR_REQUESTS = 6_000
-"""Requests of a replay at a rate that a search tries."""
+"""Requests of a replay at a rate that a search tries and that is not its answer."""
 ANSWER_REQUESTS = 10_000
 """Requests of a replay at the rate of an answer. Near the capacity P90 of TTFT varies by tens of percent between
 replays of 6,000 to 12,000, which the interval has to hold; with the waits of the long run it varies by some percent."""
@@ -645,6 +645,15 @@ def _coefficients(form: LinearForm, rng: np.random.Generator) -> Vector:
 # -- the search ------------------------------------------------------------------------------------------
 
 
+def _logs_ms(points: Sequence[Simulated], name: str) -> Vector:
+    """Return the logarithms of a percentile at some rates, shape (n,)."""
+    return np.log(np.maximum([p.percentile_ms(name) for p in points], 1e-6))
+
+
+def _through(points: Sequence[Simulated], name: str) -> Callable[[Vector], Vector]:
+    return monotone(np.array([p.rate for p in points]), _logs_ms(points, name))
+
+
 class Curve:
     """Percentiles of latencies over the rate at each server, between the rates that were replayed."""
 
@@ -656,22 +665,26 @@ class Curve:
         Args:
             points: At least two, at different rates.
             errors: Name of a percentile to the relative error of replays of recorded runs, a factor of at least 1.
-            anchors: Longer replays at rates of some points, through which the curve is moved.
+            anchors: Longer replays at rates between those of the points, through which the curve is moved: they are
+                points of it too.
         """
-        self.points = sorted(points, key=lambda p: p.rate)
         self.errors = errors
         self.anchors = sorted(anchors, key=lambda p: p.rate)
+        self.shape = sorted(points, key=lambda p: p.rate)
+        at = [p.rate for p in self.shape]
+        more = [p for p in self.anchors if not np.isclose(at, p.rate).any()]
+        self.points = sorted([*self.shape, *more], key=lambda p: p.rate)
         self.rates = np.array([p.rate for p in self.points])
         self._logs: dict[str, Callable[[Vector], Vector]] = {}
 
     def _through(self, name: str) -> Callable[[Vector], Vector]:
         if name not in self._logs:
-            logs = np.log(np.maximum([p.percentile_ms(name) for p in self.points], 1e-6))
+            through = _through(self.shape, name)
             if self.anchors:
-                exact = np.log(np.maximum([p.percentile_ms(name) for p in self.anchors], 1e-6))
-                at = [p.rate for p in self.anchors]
-                logs += np.interp(self.rates, at, exact - np.interp(at, self.rates, logs))
-            self._logs[name] = monotone(self.rates, logs)
+                at = np.array([p.rate for p in self.anchors])
+                moved = _logs_ms(self.anchors, name) - through(at)
+                through = monotone(self.rates, through(self.rates) + np.interp(self.rates, at, moved))
+            self._logs[name] = through
         return self._logs[name]
 
     def values_ms(self, name: str, rates: Vector) -> Vector:
@@ -756,9 +769,11 @@ def curve_of(fleet: Fleet, servers: int, errors: Mapping[str, float]) -> Curve:
 
 def anchored(fleet: Fleet, servers: int, curve: Curve, rate: float, requests: int = ANCHOR_REQUESTS) -> Curve:
     """Return a curve through one more replay, a longer one of some servers at a rate at each of them."""
-    new = [] if np.isclose(curve.rates, rate).any() else [fleet.at(servers, rate)]
+    # Below its lowest rate a curve has no shape.
+    is_below = rate < (1 - _CLOSE_SHARE) * curve.shape[0].rate
+    new = [fleet.at(servers, rate)] if is_below else []
     anchors = {a.rate: a for a in (*curve.anchors, fleet.at(servers, rate, requests))}
-    return Curve([*curve.points, *new], curve.errors, [*anchors.values()])
+    return Curve([*curve.shape, *new], curve.errors, [*anchors.values()])
 
 
 def fewest_servers(
@@ -780,8 +795,10 @@ def fewest_servers(
         less = max(enough - 1, math.ceil(rate / fleet.capacity - 1e-9), 1)
         servers = less if enough in tried else enough
         if servers in tried or len(tried) == _MOST_ANCHORS:
-            return enough, anchored(fleet, enough, curve, rate / enough)
-        curve = anchored(fleet, servers, curve, rate / servers)
+            return enough, anchored(fleet, enough, curve, rate / enough, ANSWER_REQUESTS)
+        # Most often the first number is the answer, whose replay is then done.
+        requests = ANSWER_REQUESTS if servers == enough else ANCHOR_REQUESTS
+        curve = anchored(fleet, servers, curve, rate / servers, requests)
         tried.add(servers)
     return None
 
