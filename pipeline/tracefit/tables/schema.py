@@ -531,12 +531,9 @@ BETWEEN = {
 def _in_order(column: str) -> Rule:
     """Return the rule that a value needs its events in order; values from spans without events are exempt."""
     # A client that leaves departs at once: the engine core may queue, schedule and finish its request after that.
-    is_aborted = (pl.col("finish_status") == "aborted") & (BETWEEN[column][-1] == "departed_ns")
-    core = LIFE[1:-1]
-    times = [
-        pl.when(~is_aborted.fill_null(value=False)).then(name) if name in core else pl.col(name)
-        for name in BETWEEN[column]
-    ]
+    stays = ~(pl.col("finish_status") == "aborted").fill_null(value=False)
+    core = LIFE[1:-1] if BETWEEN[column][-1] == "departed_ns" else ()
+    times = [pl.when(stays).then(name) if name in core else pl.col(name) for name in BETWEEN[column]]
     early = [time < pl.max_horizontal(times[:n]) for n, time in enumerate(times) if n]
     has_events = pl.col(column).is_not_null() & (pl.col("dialect") == JOURNEY)
     return Rule(column, "between events out of order", pl.any_horizontal(early) & has_events)
