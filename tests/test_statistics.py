@@ -60,14 +60,15 @@ def test_nonnegative_coefficients_are_those_of_scipys_nnls(seed):
     x = rng.random((60, 5)) * np.array([1.0, 1e3, 1e6, 10.0, 0.0])
     y = x @ (rng.normal(size=5) / np.array([1.0, 1e3, 1e6, 10.0, 1.0])) + rng.normal(size=60)
     square = x.T @ x
-    found = nonnegative(square + 1e-12 * np.diag(square.diagonal() + 1e-30), x.T @ y)
+    found = nonnegative(square + 1e-12 * np.diag(square.diagonal() + 1e-30), x.T @ y, np.ones(5, bool))
     np.testing.assert_allclose(found, nnls(x, y)[0], rtol=1e-6, atol=1e-9)
 
 
 def test_negative_coefficients_are_zero_and_the_others_are_fitted_without_them():
     """With a = 0 for the second term, the first one is 6 / 2; with both it would be 4, and the second one -1."""
-    assert nonnegative(np.array([[2.0, 2.0], [2.0, 4.0]]), np.array([6.0, 4.0])).tolist() == [3.0, 0.0]
-    assert nonnegative(np.eye(2), np.array([-1.0, -2.0])).tolist() == [0.0, 0.0]
+    both = np.ones(2, bool)
+    assert nonnegative(np.array([[2.0, 2.0], [2.0, 4.0]]), np.array([6.0, 4.0]), both).tolist() == [3.0, 0.0]
+    assert nonnegative(np.eye(2), np.array([-1.0, -2.0]), both).tolist() == [0.0, 0.0]
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,7 @@
-"""Array types and statistics for several rooms: percentiles, mean of known values, robust standard deviation."""
+"""Array types and statistics for several rooms: percentiles, robust standard deviation, least squares with bounds."""
 
 from __future__ import annotations
 
-import itertools
 import math
 from typing import TYPE_CHECKING
 
@@ -97,22 +96,83 @@ def robust_sd(values: Vector) -> float:
     return _SD_PER_MAD * median(np.abs(values - median(values)))
 
 
-def nonnegative(square: Matrix, cross: Vector) -> Vector:
-    """Return the a without a negative element that minimises a.square.a / 2 - a.cross.
+_ROUNDS_PER_SLOPE = 3
+_SINGULAR = 1e-13
+"""Directions with a smaller share of the largest eigenvalue are rounding errors."""
 
-    It is the best of the solutions with some elements 0 and the others free, all of which are tried: there are few
-    elements.
+_UPHILL = 1e-10
+"""Slopes whose increase lowers the squares by a smaller share of the steepest one remain 0: that is rounding."""
+
+
+def nonnegative(
+    gram: Matrix, cross: Vector, bound: Flags, start: Vector | None = None, *, least: float = 0.0
+) -> Vector:
+    """Return the a that minimises a.gram.a / 2 - cross.a with a >= 0 where `bound`, shape (n,).
+
+    The active-set method of Lawson and Hanson (1974) on the products of the columns instead of their rows (Bro and de
+    Jong 1997): a few systems of the size of the number of columns.
 
     Args:
-        square: Shape (n, n), positive definite.
-        cross: Shape (n,).
+        gram: Products of the columns, shape (n, n).
+        cross: Products of columns and target, shape (n,).
+        bound: Which elements are not negative, shape (n,).
+        start: An allowed a nearby, from which the search is shorter.
+        least: No eigenvalue of `gram` is below it.
     """
-    free = np.array([*itertools.product((False, True), repeat=len(cross))])
-    # Where an element is 0, its equation says so.
-    systems = np.where(free[:, :, None] & free[:, None, :], square, np.eye(len(cross)))
-    found = np.linalg.solve(systems, (free * cross)[:, :, None])[:, :, 0]
-    gains = np.where((found >= 0).all(axis=1), found @ cross, -np.inf)
-    return np.asarray(found[np.argmax(gains)])
+    is_regular = least > _SINGULAR * float(gram.trace())
+    if start is None or not bound.any():
+        nearby = _solved(gram, cross, is_regular=is_regular)
+        if (nearby[bound] > 0).all():
+            return nearby
+    else:
+        nearby = start
+    slopes = np.where(bound, np.maximum(nearby, 0.0), nearby)
+    passive = ~bound | (slopes > 0)
+    uphill = _UPHILL * float(np.abs(cross).max())
+    for _ in range(_ROUNDS_PER_SLOPE * len(cross)):
+        slopes, passive = _inside(gram, cross, bound, slopes, passive, is_regular=is_regular)
+        if passive.all():
+            break
+        downhill = np.where(passive, -np.inf, cross - gram @ slopes)
+        steepest = int(np.argmax(downhill))
+        if not downhill[steepest] > uphill:
+            break
+        passive[steepest] = True
+    return slopes
+
+
+def _solved(gram: Matrix, cross: Vector, *, is_regular: bool) -> Vector:
+    """Return the shortest a with gram.a = cross; directions that are rounding errors of `gram` are left out of it.
+
+    If `gram` is regular, no direction is left out, and there is one a.
+    """
+    if is_regular:
+        return np.asarray(np.linalg.solve(gram, cross))
+    values, vectors = np.linalg.eigh(gram)
+    kept = values > _SINGULAR * values[-1]
+    inverse = np.where(kept, 1 / np.where(kept, values, 1.0), 0.0)
+    return np.asarray(vectors @ (inverse * (cross @ vectors)))
+
+
+def _inside(
+    gram: Matrix, cross: Vector, bound: Flags, slopes: Vector, passive: Flags, *, is_regular: bool
+) -> tuple[Vector, Flags]:
+    """Return the minimum over the `passive` slopes, and which of them are left: those on whose bound the way there ends
+    are 0.
+    """
+    passive = passive.copy()
+    while (used := np.flatnonzero(passive)).size:
+        best = np.zeros(len(slopes))
+        best[used] = _solved(gram[used[:, None], used], cross[used], is_regular=is_regular)
+        crossed = np.flatnonzero(passive & bound & (best <= 0))
+        if not crossed.size:
+            return best, passive
+        # As far as the first bound on the way. A slope that just became passive is 0, and may stay there.
+        ways = slopes[crossed] / np.maximum(slopes[crossed] - best[crossed], np.finfo(float).tiny)
+        slopes = slopes + float(ways.min()) * (best - slopes)
+        ends = crossed[ways <= ways.min()]
+        slopes[ends], passive[ends] = 0.0, False
+    return np.zeros(len(slopes)), passive
 
 
 def binomial_tail(least: int, trials: int, chance: float) -> float:

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 from msgspec.structs import replace
 
-from tracefit.statistics import robust_sd
+from tracefit.statistics import nonnegative, robust_sd
 
 if TYPE_CHECKING:
     from tracefit.statistics import Flags, Integers, Matrix, Vector
@@ -40,12 +40,8 @@ Shrunk: TypeAlias = tuple[bool, ...]
 SHRINKAGE = 0.3
 """Strength of that penalty: a correction enters to the extent that the other features cannot explain its rows."""
 
-_ROUNDS_PER_SLOPE = 3
 _MATRIX_ROWS = 8192
 """Rows summed at once: a block of them fits into a processor's cache."""
-
-_SINGULAR = 1e-13
-"""Directions with a smaller share of the largest eigenvalue are rounding errors."""
 
 _LEAST_SPREAD = 1e-12
 """Variance of a feature on some rows, relative to that on all, below which it is constant on them."""
@@ -233,83 +229,17 @@ def solve(
     ridge = summed.rows * (l2 + extra_l2)
     gram = summed.gram + np.diag(ridge)
     if l1 == 0:
-        return _nonnegative(gram, summed.cross, bound, start, least=float(ridge.min()))
+        return nonnegative(gram, summed.cross, bound, start, least=float(ridge.min()))
     # A free slope becomes the difference of two bound ones, whose penalty is the same: of such a pair one is always 0.
     count, free = len(bound), np.flatnonzero(~bound)
     columns = np.concatenate([np.arange(count), free])
     signs = np.concatenate([np.ones(count), -np.ones(len(free))])
     halves = None if start is None else np.maximum(signs * start[columns], 0.0)
     pairs = np.outer(signs, signs) * gram[np.ix_(columns, columns)]
-    found = _nonnegative(pairs, signs * summed.cross[columns] - l1, np.ones(len(columns), bool), halves)
+    found = nonnegative(pairs, signs * summed.cross[columns] - l1, np.ones(len(columns), bool), halves)
     slopes = found[:count]
     slopes[free] -= found[count:]
     return slopes
-
-
-_UPHILL = 1e-10
-"""Slopes whose increase lowers the squares by a smaller share of the steepest one remain 0: that is rounding."""
-
-
-def _nonnegative(gram: Matrix, cross: Vector, bound: Flags, start: Vector | None, *, least: float = 0.0) -> Vector:
-    """Return a that minimises a.gram.a / 2 - cross.a with a >= 0 where `bound`; `start` is an allowed a nearby.
-
-    The active-set method of Lawson and Hanson (1974) on the products of the columns instead of their rows (Bro and de
-    Jong 1997): a few systems of the size of the number of features. No eigenvalue of `gram` is below `least`.
-    """
-    is_regular = least > _SINGULAR * float(gram.trace())
-    if start is None or not bound.any():
-        nearby = _solved(gram, cross, is_regular=is_regular)
-        if (nearby[bound] > 0).all():
-            return nearby
-    else:
-        nearby = start
-    slopes = np.where(bound, np.maximum(nearby, 0.0), nearby)
-    passive = ~bound | (slopes > 0)
-    uphill = _UPHILL * float(np.abs(cross).max())
-    for _ in range(_ROUNDS_PER_SLOPE * len(cross)):
-        slopes, passive = _inside(gram, cross, bound, slopes, passive, is_regular=is_regular)
-        if passive.all():
-            break
-        downhill = np.where(passive, -np.inf, cross - gram @ slopes)
-        steepest = int(np.argmax(downhill))
-        if not downhill[steepest] > uphill:
-            break
-        passive[steepest] = True
-    return slopes
-
-
-def _solved(gram: Matrix, cross: Vector, *, is_regular: bool) -> Vector:
-    """Return the shortest a with gram.a = cross; directions that are rounding errors of `gram` are left out of it.
-
-    If `gram` is regular, no direction is left out, and there is one a.
-    """
-    if is_regular:
-        return np.asarray(np.linalg.solve(gram, cross))
-    values, vectors = np.linalg.eigh(gram)
-    kept = values > _SINGULAR * values[-1]
-    inverse = np.where(kept, 1 / np.where(kept, values, 1.0), 0.0)
-    return np.asarray(vectors @ (inverse * (cross @ vectors)))
-
-
-def _inside(
-    gram: Matrix, cross: Vector, bound: Flags, slopes: Vector, passive: Flags, *, is_regular: bool
-) -> tuple[Vector, Flags]:
-    """Return the minimum over the `passive` slopes, and which of them are left: those on whose bound the way there ends
-    are 0.
-    """
-    passive = passive.copy()
-    while (used := np.flatnonzero(passive)).size:
-        best = np.zeros(len(slopes))
-        best[used] = _solved(gram[used[:, None], used], cross[used], is_regular=is_regular)
-        crossed = np.flatnonzero(passive & bound & (best <= 0))
-        if not crossed.size:
-            return best, passive
-        # As far as the first bound on the way. A slope that just became passive is 0, and may stay there.
-        ways = slopes[crossed] / np.maximum(slopes[crossed] - best[crossed], np.finfo(float).tiny)
-        slopes = slopes + float(ways.min()) * (best - slopes)
-        ends = crossed[ways <= ways.min()]
-        slopes[ends], passive[ends] = 0.0, False
-    return np.zeros(len(slopes)), passive
 
 
 def ridge_share(penalty: Penalty) -> float:

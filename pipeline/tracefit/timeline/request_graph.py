@@ -475,7 +475,7 @@ def robust_fit(x: Floats, y: Floats) -> Floats:
     for _ in range(8):
         a, b = x * weight[:, None], y * weight
         square = a.T @ a
-        beta = nonnegative(square + 1e-9 * np.diag(square.diagonal() + 1e-30), a.T @ b)
+        beta = nonnegative(square + 1e-9 * np.diag(square.diagonal() + 1e-30), a.T @ b, np.ones(x.shape[1], bool))
         error = np.abs(x @ beta - y) / y
         weight = 1 / y / np.sqrt(np.maximum(error, 0.3 * float(np.median(error)) + 1e-9))
     return beta
