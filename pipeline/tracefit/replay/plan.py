@@ -439,7 +439,7 @@ class Fleet(msgspec.Struct, frozen=True, dict=True):
         longest = int(count * min(SWINGS / (1 - share) ** 2, _LONGEST))
         if longest <= count:
             return None
-        drawn = self._draw(longest, servers)
+        drawn = draw(self.sample, longest, servers)
         long_us = self._slot_waits_us(drawn, drawn.arrival_us / (share * self.capacity) * 1e6)[longest // 20 :]
         short_us = self._slot_waits_us(load, load.arrival_us)[counts]
         return longer_waits(wait_us[counts], ttft_us[counts], short_us, long_us)
