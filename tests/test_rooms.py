@@ -164,10 +164,17 @@ DATACLASSES = {
     "fit/results.py",
     "models/schema.py",
     "models/validation.py",
+    "server/hardware.py",
+    # Results: users make frames of them, which polars and pandas do of dataclasses.
+    "models/predict.py",
+    "models/request.py",
+    "reports/trained.py",
+    "results/models.py",
     "results/plans.py",
     "results/replays.py",
     "results/requests.py",
-    "server/hardware.py",
+    "results/traces.py",
+    "tables/health.py",
     # Options: a field has its flag as metadata.
     "options.py",
     "receive/options.py",

@@ -17,7 +17,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TextIO
 
-import msgspec
 import typer
 from typer.exceptions import TyperException
 
@@ -383,13 +382,10 @@ def _source(context: Any, param: Any) -> str:
 
 def _plain(value: Any) -> Any:
     """Convert values to JSON types; a result gets its exit code as a last key."""
-    if isinstance(value, msgspec.Struct):
-        code = getattr(value, "exit_code", None)
-        plain = msgspec.structs.asdict(value)
-        return plain if code is None else {**plain, "exit_code": code}
-    # A part that files publish too.
     if dataclasses.is_dataclass(value):
-        return {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+        code = getattr(value, "exit_code", None)
+        plain = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+        return plain if code is None else {**plain, "exit_code": code}
     if isinstance(value, Path):
         return str(value)
     # A frame of up to a million rows: they become dicts only for JSON.

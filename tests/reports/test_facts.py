@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from tracefit.coefficients.files import read_coefficients, read_evaluation
@@ -71,7 +70,7 @@ def test_doubts_about_a_model(markdown):
 
 
 def test_a_model_without_doubts_has_none():
-    good = msgspec.structs.replace(WAIT, skill=0.5, holdout_mape_pct=5.0)
+    good = replace(WAIT, skill=0.5, holdout_mape_pct=5.0)
     assert "median on" not in _in_terminal(good)
     assert "misleads" not in _in_terminal(good)
     assert worse_than_median("a", -0.2, 9.0, 7.0, is_negligible=True) is None

@@ -6,12 +6,10 @@ import ast
 import json
 import re
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import msgspec
 import pytest
-from msgspec.structs import replace
 
 import tracefit
 from tracefit.reports.trained import RunResult, TrainResult
@@ -86,11 +84,12 @@ class _Row:
     error: float | None
 
 
-class _Result(Shown, frozen=True):
+@dataclass(frozen=True, slots=True)
+class _Result(Shown):
     folder: Path
     count: int
     rows: tuple[_Row, ...]
-    verdicts: dict[str, dict[str, str]] = msgspec.field(default_factory=dict)
+    verdicts: dict[str, dict[str, str]] = field(default_factory=dict)
     nothing: tuple[str, ...] = ()
 
 

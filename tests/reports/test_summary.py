@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-import msgspec
-
 from tracefit.models.targets import TARGETS
 from tracefit.reports.terminal_results import ingest_text, run_text, train_text
 from tracefit.reports.trained import RunResult, TrainResult
@@ -70,7 +68,7 @@ def test_errors_files_and_missing_models():
 
 def test_a_mean_that_a_few_rows_dominate_is_called_misleading():
     assert "misleads" not in train_text(_trained(MODEL))
-    admission = msgspec.structs.replace(MODEL, name="alpha.admission", holdout_mdape_pct=0.06, holdout_mape_pct=105.0)
+    admission = replace(MODEL, name="alpha.admission", holdout_mdape_pct=0.06, holdout_mape_pct=105.0)
     text = " ".join(train_text(_trained(admission)).split())
     assert (
         "alpha.admission: the mean error misleads. Half of the held-out rows are within 0.06 %, nine of ten within "
@@ -82,11 +80,8 @@ def test_one_deployment_is_a_few_lines_of_80_columns():
     names = ("beta.cycle_time", *(target.model for target in TARGETS))
     uses = ("simulation", "capacity planning", "autoscaling", "alerting")
     result = _trained(
-        *(
-            msgspec.structs.replace(MODEL, name=n, deployment_id="llama-3.1-8b-instruct.h100-sxm.tp1.d956bf21")
-            for n in names
-        ),
-        latencies=(msgspec.structs.replace(LATENCY, deployment_id="llama-3.1-8b-instruct.h100-sxm.tp1.d956bf21"),),
+        *(replace(MODEL, name=n, deployment_id="llama-3.1-8b-instruct.h100-sxm.tp1.d956bf21") for n in names),
+        latencies=(replace(LATENCY, deployment_id="llama-3.1-8b-instruct.h100-sxm.tp1.d956bf21"),),
         deployments=(DeploymentSummary("llama-3.1-8b-instruct.h100-sxm.tp1.d956bf21", ("busy",), {}),),
         verdicts={"llama-3.1-8b-instruct.h100-sxm.tp1.d956bf21": dict.fromkeys(uses, "with limits")},
     )

@@ -152,8 +152,7 @@ def api_page() -> str:
             "The commands are functions of the package. `paths` is one path or several; other folders are those that "
             "the command line takes, such as the OUT of `run`. Rows to predict are a frame of polars, pandas, "
             "pyarrow or another library that narwhals supports, or one mapping per row; predictions for a frame come "
-            "back as a frame of its library. Results are structs of msgspec with the fields of `schemas/results/`, "
-            "but parts that `evaluation.json` has too are dataclasses; all are immutable. "
+            "back as a frame of its library. Results are frozen dataclasses with the fields of `schemas/results/`. "
             "An error is a `tracefit.TracefitError` (`UsageError`: the call or a file is wrong; `DataError`: the "
             "data cannot support the result) whose text is one line."
         ),

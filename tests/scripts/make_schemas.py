@@ -8,12 +8,8 @@ from __future__ import annotations
 import json
 import re
 import sys
-from dataclasses import field, make_dataclass
-from functools import cache, reduce
-from operator import or_
 from pathlib import Path
-from types import UnionType
-from typing import TYPE_CHECKING, Any, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from pydantic import TypeAdapter
@@ -92,7 +88,7 @@ def _json_schema(name: str, model: type[BaseModel | msgspec.Struct]) -> dict[str
 
 def _result_schema(command: str) -> dict[str, Any]:
     """Describe the `--json` output: the result's fields, and `exit_code` if it has one."""
-    schema = TypeAdapter(_for_pydantic(RESULTS[command])).json_schema()
+    schema = TypeAdapter(RESULTS[command]).json_schema()
     # `exit_code` is a property, which pydantic does not describe.
     with_code = {
         n
@@ -106,27 +102,6 @@ def _result_schema(command: str) -> dict[str, Any]:
             part["required"] = [*part.get("required", []), "exit_code"]
     _describe_properties(schema)
     return {"$schema": _DIALECT, "$id": f"tracefit/results/{command}.schema.json", **schema}
-
-
-def _for_pydantic(kind: Any) -> Any:
-    """Return a type with dataclasses in place of structs, which pydantic does not describe."""
-    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
-        return _as_dataclass(kind)
-    parts = tuple(map(_for_pydantic, get_args(kind)))
-    if parts == get_args(kind):
-        return kind
-    return reduce(or_, parts) if get_origin(kind) in (Union, UnionType) else get_origin(kind)[parts]
-
-
-@cache
-def _as_dataclass(struct: type[msgspec.Struct]) -> type:
-    kinds = get_type_hints(struct, include_extras=True)
-    fields = []
-    for one in msgspec.structs.fields(struct):
-        usual = {"default": one.default} if one.default is not msgspec.NODEFAULT else {}
-        made = {"default_factory": one.default_factory} if one.default_factory is not msgspec.NODEFAULT else {}
-        fields.append((one.name, _for_pydantic(kinds[one.name]), field(**usual, **made)))
-    return make_dataclass(struct.__name__, fields, namespace={"__doc__": struct.__doc__})
 
 
 def _describe_properties(schema: dict[str, Any]) -> None:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import itertools
 import tempfile
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
-
-from msgspec.structs import replace
 
 from tracefit.commands.locate import as_list
 from tracefit.commands.plan import asked_for, draw_plans, plans_of, ranked

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 import numpy as np
-from msgspec.structs import replace
 
 from tracefit.errors import DataError, UsageError
 from tracefit.options import DayOptions, LoadOptions, named

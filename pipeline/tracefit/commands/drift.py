@@ -9,12 +9,12 @@ Models of single waits are for information where a replay is possible: it contai
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 import numpy as np
 import polars as pl
-from msgspec.structs import replace
 
 from tracefit.coefficients.verdicts import THRESHOLDS
 from tracefit.commands.deployments import deployments_of, load_deployment, write_timelines

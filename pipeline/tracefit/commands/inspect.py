@@ -199,7 +199,7 @@ def _run_facts(
         scopes=_scopes(spans),
         other_spans=first["other_spans"],
         other_scopes=json.loads(first["other_scopes"] or "{}"),
-        servers=tuple(ServerFacts(**row) for row in rows.select(ServerFacts.__struct_fields__).iter_rows(named=True)),
+        servers=tuple(ServerFacts(**row) for row in rows.select(ServerFacts.__slots__).iter_rows(named=True)),
         events=json.loads(first["events"]),
         rejects=first["rejects"],
         implausible=json.loads(first["implausible"] or "{}"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -13,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 import msgspec
 import numpy as np
 import polars as pl
-from msgspec.structs import replace
 
 from tracefit.coefficients.files import find_models
 from tracefit.coefficients.models import load
@@ -175,7 +175,9 @@ def asked_for(
             {n: getattr(asked.requests, n) for n in ("prompt", "output")},
         )
         timed = read_timed_requests(file, lengths)
-        asked = replace(asked, day=DayQuestion(timed, file.name, day or DayOptions(), asked.requests.router))
+        asked = msgspec.structs.replace(
+            asked, day=DayQuestion(timed, file.name, day or DayOptions(), asked.requests.router)
+        )
     if figure is not None and Path(figure).suffix != ".html":
         raise UsageError(
             f"{named(FigureOption)} {figure}: a figure is a page", hint="give it a name that ends in .html"
@@ -445,7 +447,7 @@ def _fleet(
     tokens_per_step = recorded if requests.accept is None else requests.accept
     settings, notes = _settings(deployment, timeline, tokens_per_step, changes)
     found, more = _requests(deployment, traced, requests, settings, changes)
-    found = replace(found, drafts=_drafts(settings, requests, measured))
+    found = msgspec.structs.replace(found, drafts=_drafts(settings, requests, measured))
     # Other settings or lengths are another server or another load than the one that carried it.
     own = ("file", "prompt", "output", "accept")
     is_recorded = not changes and not any(getattr(requests, name) is not None for name in own)
@@ -723,7 +725,7 @@ def _settings(
     if "num_gpu_blocks" in changes:
         # vLLM never hands out one of the blocks.
         total = int(str(changes["num_gpu_blocks"])) - 1
-    made = replace(
+    made = msgspec.structs.replace(
         now,
         block_size=size,
         num_blocks=total,

@@ -6,11 +6,11 @@ from __future__ import annotations
 
 import hashlib
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
-from msgspec.structs import replace
 
 from tracefit import memory
 from tracefit.coefficients import publish
@@ -213,7 +213,8 @@ def _fitted(
         read = store.manifest()
         fitted = fit_runs(store, runs, training.options, training.progress, workplace)
     return [
-        replace(one, notes=(*one.notes, *chosen.notes.get(one.deployment.deployment_id, ()))) for one in fitted
+        msgspec.structs.replace(one, notes=(*one.notes, *chosen.notes.get(one.deployment.deployment_id, ())))
+        for one in fitted
     ], read
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import TYPE_CHECKING
 
 import polars as pl
@@ -122,8 +123,8 @@ def _numbers(
 ) -> dict[str, float | None]:
     """Return the fields of a summary that are numbers of its parts: `holdout_mae` is the `mae` of `holdout`."""
     return {
-        name: None if metrics is None else getattr(metrics, name.removeprefix(f"{part}_"))
+        field.name: None if metrics is None else getattr(metrics, field.name.removeprefix(f"{part}_"))
         for part, metrics in parts.items()
-        for name in summary.__struct_fields__
-        if name.startswith(f"{part}_")
+        for field in fields(summary)
+        if field.name.startswith(f"{part}_")
     }

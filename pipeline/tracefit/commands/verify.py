@@ -9,8 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from tracefit._version import __version__
 from tracefit.coefficients import publish
 from tracefit.coefficients.documents import CoefficientFile
@@ -81,9 +79,7 @@ def verify(
 
 def _together(folder: Path, results: list[VerifyResult]) -> VerifyResult:
     """Join the results of the files of a folder; places begin with the file."""
-    differences = [
-        msgspec.structs.replace(d, place=f"{r.file.name}: {d.place}") for r in results for d in r.differences
-    ]
+    differences = [replace(d, place=f"{r.file.name}: {d.place}") for r in results for d in r.differences]
     return VerifyResult(
         folder,
         all(r.verified for r in results),

@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
-import msgspec
-
 from tracefit.errors import DataError, UsageError, did_you_mean
 from tracefit.models.amounts import number
 from tracefit.models.describe import (
@@ -37,7 +35,8 @@ MAX_NAME_SHOWN = 64
 _SPAN_DEFINITIONS = {target.definition for target in STEP_TARGETS}
 
 
-class StepPrediction(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class StepPrediction:
     """A predicted step.
 
     Attributes:

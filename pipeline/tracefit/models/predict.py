@@ -7,9 +7,8 @@ lies outside the training range.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
-
-import msgspec
 
 from tracefit.errors import UsageError
 from tracefit.models.amounts import Amount, Truth, anywhere, known, largest, number, where
@@ -33,7 +32,8 @@ IDLE_ENGINE = "idle_engine"
 # -- intervals -------------------------------------------------------------------------------------------
 
 
-class PredictedDuration(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class PredictedDuration:
     """A predicted duration.
 
     Attributes:
@@ -152,7 +152,8 @@ def in_lines(outside: Iterable[Outside]) -> tuple[str, ...]:
 # -- one row ---------------------------------------------------------------------------------------------
 
 
-class Prediction(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class Prediction:
     """A prediction of a model for a row, with its features, assumptions and values out of range."""
 
     interval: PredictedDuration

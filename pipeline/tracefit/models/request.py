@@ -8,9 +8,8 @@ columns of it.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
-
-import msgspec
 
 from tracefit.errors import UsageError
 from tracefit.models import targets
@@ -361,7 +360,8 @@ class RequestComposer:
 # -- one request -----------------------------------------------------------------------------------------
 
 
-class RequestPrediction(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class RequestPrediction:
     """A predicted request. Durations without a model in the files are null, and so are those that include them.
 
     Attributes:

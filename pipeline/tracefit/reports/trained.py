@@ -5,10 +5,9 @@ They are in this room because it draws, and knows the rooms that read the files;
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-import msgspec
 
 from tracefit.errors import EXIT_DONE, EXIT_QUARANTINE
 from tracefit.results.models import DeploymentSummary, LatencySummary, MissingModels, ModelSummary
@@ -24,7 +23,8 @@ if TYPE_CHECKING:
     from tracefit.tables.store import RunTables
 
 
-class TrainResult(Shown, frozen=True):
+@dataclass(frozen=True, slots=True)
+class TrainResult(Shown):
     """The models' folder, and their errors."""
 
     # Paths, not file contents: a notebook shows a result, and `report` and `load` open the files.
@@ -41,11 +41,11 @@ class TrainResult(Shown, frozen=True):
     latencies: tuple[LatencySummary, ...] = ()
     quarantined: bool = False
     deployments: tuple[DeploymentSummary, ...] = ()
-    verdicts: dict[str, dict[str, str]] = msgspec.field(default_factory=dict)
+    verdicts: dict[str, dict[str, str]] = field(default_factory=dict)
     """deployment_id to use to verdict: yes, with limits or no."""
-    reasons: dict[str, dict[str, str]] = msgspec.field(default_factory=dict)
+    reasons: dict[str, dict[str, str]] = field(default_factory=dict)
     """deployment_id to use to the first reason of its verdict."""
-    tables: Path = msgspec.field(default_factory=Path)
+    tables: Path = field(default_factory=Path)
     """Folder of the tables that the models were fitted on."""
     warnings: tuple[str, ...] = ()
     """Warnings for the user."""
@@ -73,12 +73,13 @@ class TrainResult(Shown, frozen=True):
         return draw(self.evaluation, self.models, self.tables, figure, deployment)
 
 
-class RunResult(Shown, frozen=True):
+@dataclass(frozen=True, slots=True)
+class RunResult(Shown):
     """Result of the main job: ingest and train."""
 
     ingested: IngestResult
     trained: TrainResult
-    out: Path = msgspec.field(default_factory=Path)
+    out: Path = field(default_factory=Path)
 
     @property
     def exit_code(self) -> int:
@@ -102,7 +103,7 @@ class RunResult(Shown, frozen=True):
         """The held-out errors, one model per row, beside those of the training median and of gradient boosting."""
         import polars as pl
 
-        return pl.DataFrame([msgspec.structs.asdict(one) for one in self.trained.fitted])
+        return pl.DataFrame(self.trained.fitted)
 
     @property
     def tables(self) -> RunTables:

@@ -8,10 +8,9 @@ programs that read it.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
-
-import msgspec
 
 from tracefit.errors import EXIT_DONE, EXIT_NOTHING, EXIT_QUARANTINE
 from tracefit.results.notebook import Shown
@@ -20,7 +19,8 @@ from tracefit.results.replays import RunReplay
 # -- train, report, synth ------------------------------------------------------------------------------
 
 
-class DeploymentSummary(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class DeploymentSummary:
     """One deployment that was fitted: its runs, and the server's settings as text."""
 
     deployment_id: str
@@ -28,7 +28,8 @@ class DeploymentSummary(msgspec.Struct, frozen=True):
     settings: dict[str, str]
 
 
-class ModelSummary(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class ModelSummary:
     """One fitted model in numbers."""
 
     name: str
@@ -49,7 +50,8 @@ class ModelSummary(msgspec.Struct, frozen=True):
     """Whether it is a model of waits whose errors are under a millisecond, as those of a constant guess are."""
 
 
-class LatencySummary(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class LatencySummary:
     """Errors of one request latency, each on the held-out requests."""
 
     name: str
@@ -66,7 +68,8 @@ class LatencySummary(msgspec.Struct, frozen=True):
     """Error of the models with the measured queue and batches."""
 
 
-class MissingModels(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class MissingModels:
     """Models of a deployment that were not fitted for the same reason, and what gives them."""
 
     deployment_id: str
@@ -75,7 +78,8 @@ class MissingModels(msgspec.Struct, frozen=True):
     remedy: str | None = None
 
 
-class ReportResult(Shown, frozen=True):
+@dataclass(frozen=True, slots=True)
+class ReportResult(Shown):
     """The report's files, and its verdicts."""
 
     files: tuple[Path, ...]
@@ -87,7 +91,8 @@ class ReportResult(Shown, frozen=True):
     """Whether the models can be used, and how exact they are, in a sentence."""
 
 
-class SynthResult(Shown, frozen=True):
+@dataclass(frozen=True, slots=True)
+class SynthResult(Shown):
     """The run folders that were generated."""
 
     folders: tuple[Path, ...]
@@ -100,7 +105,8 @@ class SynthResult(Shown, frozen=True):
 DriftVerdict = Literal["good", "drifted", "unknown"]
 
 
-class CoefficientDiff(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class CoefficientDiff:
     """One coefficient in two files.
 
     Attributes:
@@ -124,7 +130,8 @@ class CoefficientDiff(msgspec.Struct, frozen=True):
     apart: bool | None
 
 
-class PredictionDiff(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class PredictionDiff:
     """Difference of the predictions of one linear form over the range both files were trained on, second minus first.
 
     Attributes:
@@ -146,7 +153,8 @@ class PredictionDiff(msgspec.Struct, frozen=True):
     ranges: dict[str, tuple[float, float]]
 
 
-class ModelComparison(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class ModelComparison:
     """One model in two files."""
 
     model: str
@@ -156,7 +164,8 @@ class ModelComparison(msgspec.Struct, frozen=True):
     shifts: tuple[PredictionDiff, ...]
 
 
-class Drift(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class Drift:
     """One model of an old file on new traces.
 
     Like is compared with like: rows within the training range, of the source that the published error is of.
@@ -195,7 +204,8 @@ class Drift(msgspec.Struct, frozen=True):
     decides: bool = True
 
 
-class LatencyDrift(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class LatencyDrift:
     """A percentile of a latency in a new run, as measured and as replayed with the models of an old file.
 
     A replay has the arrivals and lengths of the run, and the queue, the batches and the steps from the models and the
@@ -233,7 +243,8 @@ class LatencyDrift(msgspec.Struct, frozen=True):
     reason: str | None = None
 
 
-class ComparedLatency(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class ComparedLatency:
     """A latency of a point of a benchmark beside its prediction.
 
     Attributes:
@@ -249,7 +260,8 @@ class ComparedLatency(msgspec.Struct, frozen=True):
     error_pct: float | None
 
 
-class ComparedPoint(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class ComparedPoint:
     """A point of a benchmark beside the prediction of its load.
 
     Attributes:
@@ -277,7 +289,8 @@ class ComparedPoint(msgspec.Struct, frozen=True):
     deployment_id: str | None = None
 
 
-class CompareResult(Shown, frozen=True):
+@dataclass(frozen=True, slots=True)
+class CompareResult(Shown):
     """Differences of two files, the drift of one, or predictions beside the points of a benchmark.
 
     Attributes:
@@ -315,7 +328,8 @@ class CompareResult(Shown, frozen=True):
 # -- export ---------------------------------------------------------------------------------------------
 
 
-class HeldOut(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class HeldOut:
     """Error of an exported form on the hold-out, beside the training median's.
 
     Attributes:
@@ -337,7 +351,8 @@ class HeldOut(msgspec.Struct, frozen=True):
     baseline_mae: float | None
 
 
-class ExportResult(Shown, frozen=True):
+@dataclass(frozen=True, slots=True)
+class ExportResult(Shown):
     """Files written for a consumer, and the held-out error of the exported form.
 
     Attributes:
@@ -360,7 +375,8 @@ class ExportResult(Shown, frozen=True):
 # -- transfer -------------------------------------------------------------------------------------------
 
 
-class LawPart(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class LawPart:
     """A coefficient of the law.
 
     Attributes:
@@ -382,7 +398,8 @@ class LawPart(msgspec.Struct, frozen=True):
     left_out_range: tuple[float, float] | None
 
 
-class LeftOutSource(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class LeftOutSource:
     """Mean errors in percent on a source that was left out, beside simpler answers.
 
     Attributes:
@@ -406,7 +423,8 @@ class LeftOutSource(msgspec.Struct, frozen=True):
     coverage_pct: float | None
 
 
-class TransferResult(Shown, frozen=True):
+@dataclass(frozen=True, slots=True)
+class TransferResult(Shown):
     """The model of a server that was never traced.
 
     Attributes:
@@ -443,7 +461,8 @@ class TransferResult(Shown, frozen=True):
 # -- predict --------------------------------------------------------------------------------------------
 
 
-class RowPredictions(Shown, frozen=True):
+@dataclass(frozen=True, slots=True)
+class RowPredictions(Shown):
     """Predictions for the rows of a file.
 
     Attributes:
@@ -462,7 +481,8 @@ class RowPredictions(Shown, frozen=True):
 # -- replay ---------------------------------------------------------------------------------------------
 
 
-class ReplayResult(Shown, frozen=True):
+@dataclass(frozen=True, slots=True)
+class ReplayResult(Shown):
     """Runs replayed with the models that were fitted on the earlier part.
 
     Attributes:
@@ -480,7 +500,8 @@ class ReplayResult(Shown, frozen=True):
 # -- verify ---------------------------------------------------------------------------------------------
 
 
-class Difference(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class Difference:
     """A value that the refit does not confirm: its path in the file, the published value, the refitted one."""
 
     place: str
@@ -488,7 +509,8 @@ class Difference(msgspec.Struct, frozen=True):
     refitted: str
 
 
-class VerifyResult(Shown, frozen=True):
+@dataclass(frozen=True, slots=True)
+class VerifyResult(Shown):
     """Whether a refit of its inputs reproduces a coefficient file.
 
     Attributes:

@@ -7,16 +7,16 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
 from tracefit.text import count, number
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 
-class Shown(msgspec.Struct, frozen=True):
+class Shown:
     """A result that a notebook shows as tables, one per kind of row it holds."""
+
+    __slots__ = ()
 
     def _repr_html_(self) -> str:
         return "\n".join(_tables(type(self).__name__, self))
@@ -24,14 +24,14 @@ class Shown(msgspec.Struct, frozen=True):
 
 def _tables(title: str, result: Any) -> Iterator[str]:
     """Yield a table of the plain values of a result, then one of each tuple of rows."""
-    values = _values(result)
+    values = {f.name: getattr(result, f.name) for f in fields(result)}
     plain = {name: text for name, value in values.items() if (text := _cell(value))}
     if plain:
         yield _table(title, ("", ""), list(plain.items()))
     for name, value in values.items():
-        if _has_fields(value):
+        if is_dataclass(value):
             yield from _tables(f"{title}.{name}", value)
-        elif isinstance(value, tuple) and value and all(map(_has_fields, value)):
+        elif isinstance(value, tuple) and value and all(is_dataclass(one) for one in value):
             yield _rows(f"{title}.{name}", value)
         elif isinstance(value, dict) and value and all(isinstance(one, dict) for one in value.values()):
             heads = list(dict.fromkeys(key for one in value.values() for key in one))
@@ -41,19 +41,8 @@ def _tables(title: str, result: Any) -> Iterator[str]:
 
 def _rows(title: str, rows: Sequence[Any]) -> str:
     # A field that is itself rows has no cell: only `--json` shows rows within rows.
-    shown = [name for name in _values(rows[0]) if any(_cell(getattr(row, name)) is not None for row in rows)]
+    shown = [f.name for f in fields(rows[0]) if any(_cell(getattr(row, f.name)) is not None for row in rows)]
     return _table(title, shown, [[_cell(getattr(row, name)) or "" for name in shown] for row in rows])
-
-
-def _has_fields(value: object) -> bool:
-    return isinstance(value, msgspec.Struct) or is_dataclass(value)
-
-
-def _values(result: Any) -> dict[str, Any]:
-    """Return the values of a result, or of a row of it, by name; what files publish too is a dataclass."""
-    if isinstance(result, msgspec.Struct):
-        return msgspec.structs.asdict(result)
-    return {f.name: getattr(result, f.name) for f in fields(result)}
 
 
 def _cell(value: object) -> str | None:

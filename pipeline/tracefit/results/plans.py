@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-import msgspec
-
 from tracefit.errors import EXIT_DONE, EXIT_NOTHING
 from tracefit.results.notebook import Shown
 
@@ -80,7 +78,8 @@ class ServerCapacity:
     knee_per_s: float
 
 
-class Objective(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class Objective:
     """The longest that a percentile of a latency may be.
 
     Attributes:
@@ -92,7 +91,8 @@ class Objective(msgspec.Struct, frozen=True):
     limit_ms: float
 
 
-class PlannedArrivals(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class PlannedArrivals:
     """When the requests of a plan come: at a steady rate.
 
     Attributes:
@@ -112,7 +112,8 @@ class PlannedArrivals(msgspec.Struct, frozen=True):
     traced_dispersion_sd: float | None = None
 
 
-class PlannedLoad(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class PlannedLoad:
     """The requests of a plan.
 
     Attributes:
@@ -130,7 +131,8 @@ class PlannedLoad(msgspec.Struct, frozen=True):
     prefix_hit_pct: float = 0.0
 
 
-class PlannedDrafts(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class PlannedDrafts:
     """Speculative decoding of a plan: ITL is the time per token, TPOT; outputs come a step apart.
 
     Attributes:
@@ -150,7 +152,8 @@ class PlannedDrafts(msgspec.Struct, frozen=True):
     step_mean_ms: float | None
 
 
-class PlannedWindow(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class PlannedWindow:
     """A window of time of a file of arrivals.
 
     Attributes:
@@ -182,7 +185,8 @@ class PlannedWindow(msgspec.Struct, frozen=True):
     scaled_holds: bool | None = None
 
 
-class BindingLatency(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class BindingLatency:
     """An objective in the window that needs the most servers.
 
     Attributes:
@@ -200,14 +204,16 @@ class BindingLatency(msgspec.Struct, frozen=True):
     one_fewer: float | None
 
 
-class ServerChange(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class ServerChange:
     """The number of servers that a scaler has ready from a time on, in s on the clock of the file."""
 
     from_s: float
     servers: int
 
 
-class ScalerPlan(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class ScalerPlan:
     """Servers that a scaler needs, which follows the load by what a server carries.
 
     Attributes:
@@ -232,7 +238,8 @@ class ScalerPlan(msgspec.Struct, frozen=True):
     changes: tuple[ServerChange, ...]
 
 
-class DayPlan(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class DayPlan:
     """Servers for a file of arrivals.
 
     Attributes:
@@ -275,7 +282,8 @@ class DayPlan(msgspec.Struct, frozen=True):
     cost_scaled: float | None = None
 
 
-class ServerPlan(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class ServerPlan:
     """The answer for one kind of server.
 
     Attributes:
@@ -350,7 +358,8 @@ class ServerPlan(msgspec.Struct, frozen=True):
     notes: tuple[str, ...] = ()
 
 
-class RankedServers(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class RankedServers:
     """The cost of one kind of server for a load.
 
     Attributes:
@@ -384,7 +393,8 @@ class RankedServers(msgspec.Struct, frozen=True):
     ties: bool
 
 
-class PlanResult(Shown, frozen=True):
+@dataclass(frozen=True, slots=True)
+class PlanResult(Shown):
     """How many servers a load needs, for each kind of server.
 
     Attributes:

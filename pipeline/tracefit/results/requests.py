@@ -6,8 +6,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import msgspec
-
 from tracefit.errors import EXIT_DONE
 from tracefit.results.notebook import Shown
 
@@ -81,7 +79,8 @@ class RecordedLoad:
     output_spread: float
 
 
-class PhaseSummary(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class PhaseSummary:
     """How long requests were in one phase, and its share of all their phases' time."""
 
     phase: str
@@ -89,7 +88,8 @@ class PhaseSummary(msgspec.Struct, frozen=True):
     seconds: Quantiles
 
 
-class RequestSummary(Shown, frozen=True):
+@dataclass(frozen=True, slots=True)
+class RequestSummary(Shown):
     """Requests of all runs: in total, by run, by phase and over time."""
 
     total: RequestGroup

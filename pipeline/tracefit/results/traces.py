@@ -6,10 +6,9 @@ programs that read it.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
-
-import msgspec
 
 from tracefit.errors import EXIT_DONE, EXIT_NOTHING, EXIT_QUARANTINE
 from tracefit.results.notebook import Shown
@@ -18,7 +17,8 @@ from tracefit.tables.health import Check
 # -- ingest ---------------------------------------------------------------------------------------------
 
 
-class RunSummary(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class RunSummary:
     """One ingested run."""
 
     run_id: str
@@ -43,7 +43,8 @@ class RunSummary(msgspec.Struct, frozen=True):
     """Servers of different models that are read as one deployment, each in a sentence."""
 
 
-class IngestResult(Shown, frozen=True):
+@dataclass(frozen=True, slots=True)
+class IngestResult(Shown):
     """The tables' folder, and the runs in it.
 
     Attributes:
@@ -70,7 +71,8 @@ class IngestResult(Shown, frozen=True):
         return EXIT_QUARANTINE if troubled or self.failed else EXIT_DONE
 
 
-class PlannedFile(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class PlannedFile:
     """One trace file: its format, and the bytes that are not in the tables yet.
 
     Attributes:
@@ -93,7 +95,8 @@ class PlannedFile(msgspec.Struct, frozen=True):
     bytes_to_read: int
 
 
-class IngestPlan(Shown, frozen=True):
+@dataclass(frozen=True, slots=True)
+class IngestPlan(Shown):
     """The files an ingest would read.
 
     Attributes:
@@ -110,7 +113,8 @@ class IngestPlan(Shown, frozen=True):
 Allowed = Literal["yes", "limited", "no"]
 
 
-class FileShape(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class FileShape:
     """One trace file: its name, size as stored, compression and shape in words."""
 
     name: str
@@ -119,7 +123,8 @@ class FileShape(msgspec.Struct, frozen=True):
     shape: str
 
 
-class ScopeSpans(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class ScopeSpans:
     """Spans of one instrumentation scope and their dialect; `lifecycle` spans are recognised by their names."""
 
     scope: str
@@ -127,7 +132,8 @@ class ScopeSpans(msgspec.Struct, frozen=True):
     dialect: str | None
 
 
-class ServerFacts(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class ServerFacts:
     """One server of a run; sampling rates are estimates, null if the traces do not show them."""
 
     # Columns of the `runs` table by name, in the order in which `--json` has always had them: the evaluation
@@ -145,7 +151,8 @@ class ServerFacts(msgspec.Struct, frozen=True):
     last_unix_ns: int | None
 
 
-class RunFacts(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class RunFacts:
     """One run as it was read; `files` is empty when tables were inspected.
 
     `other_scopes` counts the spans of scopes that are not read. `implausible` counts the values left out, by
@@ -174,7 +181,8 @@ class RunFacts(msgspec.Struct, frozen=True):
     checks: tuple[Check, ...]
 
 
-class Allowance(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class Allowance:
     """One thing that the traces may or may not support, and the reason."""
 
     what: str
@@ -184,7 +192,8 @@ class Allowance(msgspec.Struct, frozen=True):
     """Whether a model is fitted on it."""
 
 
-class DeploymentInspection(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class DeploymentInspection:
     """The models that the runs of one deployment allow together: models are fitted per deployment."""
 
     deployment_id: str
@@ -192,7 +201,8 @@ class DeploymentInspection(msgspec.Struct, frozen=True):
     allows: tuple[Allowance, ...]
 
 
-class Inspection(Shown, frozen=True):
+@dataclass(frozen=True, slots=True)
+class Inspection(Shown):
     """The result of `inspect`."""
 
     runs: tuple[RunFacts, ...]
@@ -208,7 +218,8 @@ class Inspection(Shown, frozen=True):
 # -- receive --------------------------------------------------------------------------------------------
 
 
-class ReceivedFrom(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class ReceivedFrom:
     """Spans received from one server process and acknowledged, by `service.name` and `service.instance.id` or host."""
 
     service: str
@@ -216,7 +227,8 @@ class ReceivedFrom(msgspec.Struct, frozen=True):
     spans: int
 
 
-class RecordedFrom(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class RecordedFrom:
     """ForwardPassMetrics of one publisher: records on disk, messages lost, and messages not kept, by cause."""
 
     endpoint: str
@@ -226,7 +238,8 @@ class RecordedFrom(msgspec.Struct, frozen=True):
     refused_by_cause: dict[str, int]
 
 
-class ReceiveResult(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class ReceiveResult:
     """The received data: every counted span and record is on disk.
 
     Attributes:

@@ -5,7 +5,8 @@ The checks read the tables, not the traces. `inspect` and the report show them.
 
 from __future__ import annotations
 
-import msgspec
+from dataclasses import dataclass
+
 import polars as pl
 
 from tracefit.tables.dialects import WITHOUT_EVENTS
@@ -13,7 +14,8 @@ from tracefit.tables.requests import is_cut_off
 from tracefit.tables.schema import ENGINE
 
 
-class Check(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class Check:
     """One check: `held` of the `of` rows it applies to are correct."""
 
     name: str
