@@ -107,13 +107,14 @@ def test_the_baseline_is_the_training_median():
 
 
 def test_the_reference_is_gradient_boosting_on_the_same_rows():
-    frame = _frame(120)
+    # As many training rows as bins: older versions of scikit-learn cut more values elsewhere.
+    frame = _frame(90)
     x, y = frame.select("prefill").to_numpy().astype(float), frame["y"].to_numpy()
     boosted = HistGradientBoostingRegressor(
         max_iter=30, learning_rate=0.3, max_leaf_nodes=8, max_bins=63, early_stopping=False, random_state=0
     )
     with threadpool_limits(1):
-        expected = np.abs(np.exp(boosted.fit(x[:84], np.log(y[:84])).predict(x[84:])) - y[84:]).mean()
+        expected = np.abs(np.exp(boosted.fit(x[:63], np.log(y[:63])).predict(x[63:])) - y[63:]).mean()
     reference = _fit(frame, FEATURES[:1], FitOptions(penalties=ONE_PENALTY)).validation.gradient_boosting
     assert reference.mae == pytest.approx(expected)
 

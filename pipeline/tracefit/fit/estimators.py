@@ -310,7 +310,7 @@ class RobustLinear:
         >>> model = RobustLinear().fit(tokens, time_us)
         >>> round(float(model.intercept_)), model.coef_.round(1)
         (2000, array([10.]))
-        >>> model.predict(np.array([[100.0]])).round()
+        >>> model.predict(np.array([[100.0]])).round(-1)
         array([3000.])
 
     References:
@@ -381,7 +381,7 @@ class RobustLinear:
             before, fitted = fitted, intercept - origin @ slopes + z @ slopes
             if np.abs(fitted - before).max(initial=0.0) <= settled:
                 break
-            huber_factors = huber_weights((y - fitted) * root, self.huber)
+            huber_factors = huber_weights((y - fitted) * root, self.huber, least=settled)
         self.n_iter_ = rounds
         self.coef_: Vector = slopes / scale
         self.intercept_ = intercept
@@ -436,11 +436,16 @@ def standardised(x: Matrix) -> tuple[Matrix, Vector, Vector]:
     return z, center, scale
 
 
-def huber_weights(residual: Vector, huber: float) -> Vector:
-    """Return weights in (0, 1]: 1 within `huber` robust standard deviations, huber/|u| beyond; shape (n,)."""
+def huber_weights(residual: Vector, huber: float, *, least: float = 0.0) -> Vector:
+    """Return weights in (0, 1]: 1 within `huber` robust standard deviations, huber/|u| beyond; shape (n,).
+
+    A standard deviation above 0 is `least` or more. Times without noise would otherwise be weighed by the rounding of a
+    penalty, and rows of few such as those with prompts by nothing.
+    """
     sd = robust_sd(residual)
     if sd <= 0 or not np.isfinite(huber):
         return np.ones(len(residual))
+    sd = max(sd, least)
     return np.minimum(1.0, huber / np.maximum(np.abs(residual) / sd, 1e-12))
 
 
