@@ -520,8 +520,8 @@ class TrainOptions:
     Attributes:
         beta_target: Source of step times: the step clock, step.duration_us, or auto, which takes durations if they
             cover the busy time.
-        features: Feature set for step times: batch, power, roofline, roofline_max, work_max, line, line+sizes, a YAML
-            or JSON file, or auto, which chooses by validation inside and beyond the training load.
+        features: Feature set for step times: batch, power, roofline, roofline_max, work_max, line, line+sizes, law, a
+            YAML or JSON file, or auto, which chooses by validation inside and beyond the training load.
         sample_csv: Also write the two sample tables of the specification.
         positive: Allow no negative coefficient and no negative intercept.
         any_sign: Allow coefficients of any sign, even a negative time per token, request or byte.

@@ -156,8 +156,7 @@ class Design(msgspec.Struct, frozen=True):
     """Training rows as arrays: features (n, n_features), and each of shape (n,) targets, weights, run and time.
 
     `weights` are inverse variances. `counts` leave out the noise that grows with the target, so that an error of so
-    many us
-    counts the same in a short step as in a long one: candidates are compared by `counts`.
+    many us counts the same in a short step as in a long one: candidates are compared by `counts`.
     """
 
     columns: list[Feature]

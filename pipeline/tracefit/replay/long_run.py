@@ -21,10 +21,9 @@ import numpy as np
 if TYPE_CHECKING:
     from tracefit.statistics import Integers, Vector
 
-SWINGS = 0.6
-"""Length of a long queue as a multiple of the replay, times the squared share of the capacity that is left: requests
-that are as far apart as its inverse hardly depend on each other. So a replay of ten thousand requests has a queue of
-6,000 such swings. Beside replays of 12,000, those of 600 and 1,200 are not more exact with five times as many."""
+LONG_QUEUE_LENGTH = 0.6
+"""Requests of a long queue per request of the replay, times the square of the share of the capacity that is left: the
+nearer the capacity, the more requests depend on each other, and the more of them an average needs."""
 
 RANKS = np.arange(1, 100) / 100
 _PARTS = 40

@@ -31,7 +31,7 @@ from tracefit.models.evaluate import CompiledModel
 from tracefit.models.frames import evaluated
 from tracefit.replay.arrivals import GAP_BLOCK
 from tracefit.replay.decoding import TabledDecoding
-from tracefit.replay.long_run import RANKS, SWINGS, LongerWaits, longer_waits, slot_waits_us
+from tracefit.replay.long_run import LONG_QUEUE_LENGTH, RANKS, LongerWaits, longer_waits, slot_waits_us
 from tracefit.replay.models import FittedStepTimes, admission_us
 from tracefit.replay.run import RequestLoad, TokenGaps, replay, token_gaps
 from tracefit.results.plans import Objective, PlannedLatency, PlanPoint
@@ -436,7 +436,7 @@ class Fleet(msgspec.Struct, frozen=True, dict=True):
         if share < _LONG_RUN_SHARES[0] or not self.waits_for_slots:
             return None
         count = len(wait_us)
-        longest = int(count * min(SWINGS / (1 - share) ** 2, _LONGEST))
+        longest = int(count * min(LONG_QUEUE_LENGTH / (1 - share) ** 2, _LONGEST))
         if longest <= count:
             return None
         drawn = draw(self.sample, longest, servers)

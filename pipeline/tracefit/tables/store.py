@@ -87,7 +87,7 @@ class ReadFile(_Strict, frozen=True):
 _MANY_PARTS = 16
 _SMALL_PART_BYTES = 256 << 10
 """At least this many parts of runs, of at most this size each, are read together; a long table is read column by
-column. A part of this size is read by polars in two thirds of the time that pyarrow takes."""
+column."""
 
 
 class TableFile(_Strict, frozen=True):
@@ -467,9 +467,18 @@ class TableStore:
                 if path.stat().st_size > _SMALL_PART_BYTES:
                     return []
         try:
-            return [_scan_small(paths).select(columns).cast({pl.Categorical: pl.String}).collect()]
+            rows = pl.read_parquet(
+                paths,
+                columns=list(columns),
+                hive_partitioning=False,
+                # Each of these takes longer than a small file.
+                parallel="none",
+                glob=False,
+                use_statistics=False,
+            )
         except (pl.exceptions.PolarsError, OSError):
             return []  # one by one, the fault has a name
+        return [rows.with_columns(pl.col(pl.Categorical).cast(pl.String))]
 
     @contextmanager
     def _checked_part(self, part: str) -> Iterator[Path]:
@@ -925,8 +934,6 @@ def read_part(part: Path, columns: Sequence[str] | None = None, *, where: str | 
     """
     where = where or str(part)
     try:
-        if part.stat().st_size <= _SMALL_PART_BYTES and (rows := _read_flat(part, columns)) is not None:
-            return rows
         # Not read_table, which loads pyarrow's datasets first.
         with pq.ParquetFile(part) as file:
             wanted = [n for n in file.schema_arrow.names if columns is None or n in columns]
@@ -938,24 +945,6 @@ def read_part(part: Path, columns: Sequence[str] | None = None, *, where: str | 
         raise
     except (OSError, pa.ArrowInvalid) as error:
         raise DataError("is not a readable Parquet file", where=where, hint=_INGEST_AGAIN) from error
-
-
-def _scan_small(parts: Path | list[Path]) -> pl.LazyFrame:
-    # Each of these takes longer than a small file.
-    return pl.scan_parquet(parts, hive_partitioning=False, parallel="none", glob=False, use_statistics=False)
-
-
-def _read_flat(part: Path, columns: Sequence[str] | None) -> pl.DataFrame | None:
-    """Read a part without lists; null for any other, for one that polars cannot read, and if no column is wanted."""
-    scanned = _scan_small(part)
-    try:
-        kinds = scanned.collect_schema()
-        wanted = [name for name in kinds if columns is None or name in columns]
-        if not wanted or any(kind.is_nested() for kind in kinds.dtypes()):
-            return None
-        return scanned.select(wanted).cast({pl.Categorical: pl.String}).collect()
-    except pl.exceptions.PolarsError:
-        return None
 
 
 def _to_polars(rows: pa.Table | pa.RecordBatch) -> pl.DataFrame:
