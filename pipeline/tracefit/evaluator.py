@@ -89,9 +89,9 @@ _SHAPES = {
     "training_range?:bounds|null formula?:formula|null collinear_with?:[name]",
     "Condition": f"any?:[Comparison]0-{MAX_COMPARISONS}|null all?:[Comparison]0-{MAX_COMPARISONS}|null",
     "Comparison": "feature:name op:'<'|'<='|'>'|'>='|'==' value?:number|null feature2?:name|null",
-    "Transfer": "kind:'tensor_parallel'|'model'|'gpu'|'model_and_gpu' sources:[text] law?:[LawCoefficient] "
-    "folds?:integer p90_ape_pct?:{text:number} sd_pct?:number coverage_pct?:number|null tested?:bool "
-    "has_prompts?:bool calibration?:CalibrationFacts|null",
+    "Transfer": "kind:'tensor_parallel'|'model'|'gpu'|'model_and_gpu' sources:[text] prior_sources?:[text] "
+    "law?:[LawCoefficient] folds?:integer p90_ape_pct?:{text:number} sd_pct?:number coverage_pct?:number|null "
+    "tested?:bool has_prompts?:bool calibration?:CalibrationFacts|null",
     "LawCoefficient": "feature:name unit:text value:number part:'always'|'memory'|'compute'|'launch' low:number "
     "high:number|null prior:number left_out_range?:bounds|null",
     "CalibrationFacts": "runs:[text] steps:integer left_out:{text:integer} used:bool before:Metrics after:Metrics "

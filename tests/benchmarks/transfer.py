@@ -105,9 +105,9 @@ class Case:
             began = time.process_time()
             if not (sources := self.sources(target)):
                 continue  # DATA has the only server of a model
-            kind, chosen = choose_sources(target.context, sources)
-            law = fit_law(chosen, kind)
-            folds = leave_out(chosen, kind)
+            kind, chosen, wider = choose_sources(target.context, sources)
+            law = fit_law(chosen, kind, wider)
+            folds = leave_out(chosen, kind, wider)
             expected = errors_of(folds)
             seconds = time.process_time() - began
             actual, predicted, prompts = (
@@ -174,19 +174,16 @@ def recorded(data: Path, more: Path | None, folder: Path) -> Iterator[Case]:
     def of(text: str, rows: dict[str, LawRows]) -> dict[str, LawRows]:
         return {name: one for name, one in rows.items() if text in one.deployment_id}
 
-    sources = list(traced.values())
+    h100, sources = ([*of(gpu, traced).values()] for gpu in ("h100", "b300"))
     for model in ("qwen3-32b", "qwen3.6", "deepseek"):
         unseen = {n: one for n, one in of(model, every).items() if one.deployment_id not in known} or of(model, traced)
-        if unseen:
-            own = [*of(model, traced).values()]
-            yield Case(
-                f"unseen TP, {model}",
-                unseen,
-                lambda target, own=own: [one for one in own if one.deployment_id != target.deployment_id],
-            )
-    h100 = [*of("h100", traced).values()]
+        yield Case(
+            f"unseen TP, {model}",
+            unseen,
+            lambda target: [one for one in sources if one.deployment_id != target.deployment_id],
+        )
     yield Case("unseen GPU, H100 to Qwen3-32B", of("qwen3-32b", every), lambda _: h100)
-    yield Case("unseen GPU, B300 to H100", of("h100", traced), lambda _: [s for s in sources if s not in h100])
+    yield Case("unseen GPU, B300 to H100", of("h100", traced), lambda _: sources)
     for model in ("qwen3.6", "qwen3-32b"):
         rest = [one for one in sources if model not in one.deployment_id]
         yield Case(f"unseen model, {model} from the others", of(model, every), lambda _, rest=rest: rest)
@@ -220,23 +217,12 @@ def generated(folder: Path) -> Iterator[Case]:
             paths.append(write_run(synth(options), folder / f"law{number}"))
         rows = rows_of(paths, folder / f"tables{number}")
 
-        def others(target: LawRows, kind: Kind, rows: dict[str, LawRows] = rows) -> list[LawRows]:
-            return [one for one in rows.values() if one.group(kind) != target.group(kind)]
+        def others(kind: Kind, rows: dict[str, LawRows] = rows) -> Callable[[LawRows], list[LawRows]]:
+            return lambda target: [one for one in rows.values() if one.group(kind) != target.group(kind)]
 
-        def same(target: LawRows, kinds: Sequence[Kind], rows: list[LawRows]) -> list[LawRows]:
-            return [one for one in rows if all(one.group(kind) == target.group(kind) for kind in kinds)]
-
-        yield Case(
-            f"law {number + 1}, unseen TP",
-            rows,
-            lambda target: same(target, ("model", "gpu"), others(target, "tensor_parallel")),
-        )
-        yield Case(
-            f"law {number + 1}, unseen model",
-            rows,
-            lambda target: same(target, ("gpu",), others(target, "model")),
-        )
-        yield Case(f"law {number + 1}, unseen GPU", rows, lambda target: others(target, "gpu"))
+        yield Case(f"law {number + 1}, unseen TP", rows, others("tensor_parallel"))
+        yield Case(f"law {number + 1}, unseen model", rows, others("model"))
+        yield Case(f"law {number + 1}, unseen GPU", rows, others("gpu"))
 
 
 def main() -> None:

@@ -81,11 +81,28 @@ def test_a_model_says_where_it_comes_from(new):
     assert model["origin"] == "transferred"
     assert model["transfer"]["kind"] == "tensor_parallel"
     assert [name.split(".")[-2] for name in model["transfer"]["sources"]] == ["tp1", "tp4"]
+    assert model["transfer"]["prior_sources"] == []
     assert model["transfer"]["tested"]
     law = {one["feature"]: one for one in model["transfer"]["law"]}
     assert 1 <= law["weight_read_us"]["value"] <= 2
     assert law["weight_read_us"]["left_out_range"]
     assert {regime["name"].partition(",")[0] for regime in model["regimes"]} == {"prompts", "decodes"}
+
+
+def test_servers_that_are_less_like_the_new_one_are_what_the_law_draws_to(servers, new, tmp_path):
+    runs, out = servers
+    other = _generate(tmp_path / "runs", 2, model="llama-70b", gpu="A100")
+    tracefit.ingest(str(other), tmp_path / "other" / "tables")
+    result = tracefit.transfer([out, tmp_path / "other"], tmp_path / "new", server=_server(runs[2]))
+    (model,) = json.loads((tmp_path / "new" / "beta.json").read_text())["models"]
+    (name,) = model["transfer"]["prior_sources"]
+    assert ".a100-" in name
+    assert [source.split(".")[-2] for source in model["transfer"]["sources"]] == ["tp1", "tp4"]
+    assert f"what these cannot tell apart is as it was found on {name}" in result.notes
+    of_physics = json.loads((new / "beta.json").read_text())["models"][0]["transfer"]["law"]
+    priors = [{one["feature"]: one["prior"] for one in law} for law in (of_physics, model["transfer"]["law"])]
+    assert priors[0]["weight_read_us"] == 1.25 != priors[1]["weight_read_us"]
+    assert evaluator.load(tmp_path / "new" / "beta.json", model["name"])
 
 
 def test_the_evaluation_has_the_errors_of_each_server_that_was_left_out(new):

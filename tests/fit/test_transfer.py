@@ -8,6 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from tracefit.features.law import LAW_BATCH_COLUMNS, LAW_TERMS, kernels_of
+from tracefit.features.sets import LAW_SET
 from tracefit.fit.fitted import target_of
 from tracefit.fit.transfer import (
     COMPILING,
@@ -98,7 +99,7 @@ def server(config=DENSE, gpu="H100", tp=1, *, law=PLANTED, steps=1200, seed=0, n
     context = _context(config, gpu, tp, **settings)
     terms = as_run_by(rows, context)
     y = law.predict(terms) * np.exp(noise * rng.standard_normal(steps))
-    known = pl.concat([rows, terms.drop(rows.columns, strict=False)], how="horizontal")
+    known = rows.hstack(terms.select(LAW_SET.names))
     named = known.with_columns(y=pl.Series(y), run_id=pl.lit("run"), server=pl.lit("s"), step_id=pl.int_range(steps))
     return LawRows(deployment_of(context), named)
 
@@ -110,7 +111,7 @@ def _error_pct(law, target):
 @pytest.mark.parametrize(("unseen", "others"), [(2, (1, 4)), (8, (1, 2, 4)), (1, (2, 4))])
 def test_another_tensor_parallelism_is_predicted_as_exactly_as_the_noise_allows(unseen, others):
     sources = [server(tp=tp) for tp in others]
-    kind, chosen = choose_sources(server(tp=unseen).context, sources)
+    kind, chosen, _ = choose_sources(server(tp=unseen).context, sources)
     assert (kind, len(chosen)) == ("tensor_parallel", len(others))
     # The mean error of noise with a standard deviation of 2 % is 1.6 %.
     assert _error_pct(fit_law(chosen, kind), server(tp=unseen, seed=9)) < 2.5
@@ -119,23 +120,65 @@ def test_another_tensor_parallelism_is_predicted_as_exactly_as_the_noise_allows(
 def test_another_gpu_and_another_model_are_predicted_by_the_same_coefficients():
     sources = [server(gpu="H100"), server(gpu="A100"), server(LARGE, gpu="H100", tp=4)]
     target = server(gpu="H200")
-    kind, chosen = choose_sources(target.context, sources)
+    kind, chosen, _ = choose_sources(target.context, sources)
     assert (kind, len(chosen)) == ("gpu", 3)
     assert _error_pct(fit_law(chosen, kind), target) < 4
     target = server(LARGE, gpu="A100", tp=4)
-    kind, chosen = choose_sources(target.context, sources)
+    kind, chosen, _ = choose_sources(target.context, sources)
     assert (kind, len(chosen)) == ("model", 1)
 
 
 def test_sources_of_the_same_model_and_gpu_come_before_all_others():
     sources = [server(tp=1), server(LARGE, tp=2), server(gpu="A100", tp=4)]
-    kind, chosen = choose_sources(_context(tp=8), sources)
+    kind, chosen, _ = choose_sources(_context(tp=8), sources)
     assert (kind, [one.context.settings.tensor_parallel for one in chosen]) == ("tensor_parallel", [1])
 
 
 def test_a_model_is_the_same_under_another_name():
-    kind, _ = choose_sources(_context(tp=2, model="other/name"), [server(tp=1)])
+    kind, *_ = choose_sources(_context(tp=2, model="other/name"), [server(tp=1)])
     assert kind == "tensor_parallel"
+
+
+def test_sources_alone_and_the_others_are_ordered_by_how_unlike_they_are():
+    sources = [server(tp=1), server(LARGE, tp=2), server(gpu="A100", tp=4)]
+    wider = choose_sources(_context(tp=8), sources).wider
+    assert [(step.kind, [one.deployment_id for one in step.sources]) for step in wider] == [
+        ("gpu", [sources[2].deployment_id]),
+        ("model", [sources[1].deployment_id]),
+    ]
+    kind, chosen, wider = choose_sources(_context(SPARSE), sources)
+    assert (kind, len(chosen), [len(step.sources) for step in wider]) == ("model", 2, [1])
+    assert choose_sources(_context(gpu="B300"), sources).wider == ()
+
+
+def test_what_the_sources_cannot_tell_apart_is_as_it_was_found_on_other_servers():
+    # Every source has all-reduces: their latency looks like a constant, which a server with one GPU does not have.
+    truth = {**TRUTH, "all_reduces": 20.0}
+    planted = replace(PLANTED, coefficients=tuple(truth.get(t.feature.name, 0.0) for t in LAW_TERMS))
+    target = server(law=planted, gpu="H200", seed=9)
+    own = [server(law=planted, gpu="H200", tp=tp) for tp in (2, 4)]
+    small = {**DENSE, "hidden_size": 2048, "intermediate_size": 8192}
+    others = [server(small, law=planted, gpu="H200", tp=tp) for tp in (1, 2, 4, 8)]
+    kind, chosen, wider = choose_sources(target.context, [*own, *others])
+    alone, together = fit_law(chosen, kind), fit_law(chosen, kind, wider)
+    assert _error_pct(alone, target) > 8
+    assert _error_pct(together, target) < 3
+    # The prior of physics is 7.
+    prior = {t.feature.name: t.prior for t, _ in together.pairs()}["all_reduces"]
+    assert prior == fit_law(others, "model").value("all_reduces")
+    assert prior == pytest.approx(20, rel=0.25)
+    assert together.value("all_reduces") == pytest.approx(20, rel=0.25)
+    assert alone.value("all_reduces") == pytest.approx(7, rel=0.25)
+
+
+def test_a_model_that_is_left_out_is_in_no_prior_either():
+    # Were the model's own servers on another GPU used, its odd law would be known.
+    odd = replace(PLANTED, coefficients=tuple(1.5 * c for c in PLANTED.coefficients))
+    sources = [server(), server(LARGE, tp=4), server(SPARSE, law=odd)]
+    elsewhere = server(SPARSE, gpu="A100", law=odd)
+    kind, chosen, wider = choose_sources(_context({**DENSE, "num_hidden_layers": 40}), [*sources, elsewhere])
+    (of_odd,) = [fold for fold in leave_out(chosen, kind, wider) if fold.deployment_id == sources[2].deployment_id]
+    assert of_odd.law == fit_law(chosen[:2], kind)
 
 
 def test_every_tensor_parallelism_is_left_out_in_turn_and_its_interval_holds():

@@ -89,7 +89,7 @@ if TYPE_CHECKING:
     from tracefit.coefficients.models import Models
     from tracefit.fit.fitted import DeploymentTables, FittedDeployment
     from tracefit.fit.results import LeftOutErrors
-    from tracefit.fit.transfer import Calibration, Fold, Kind, Law, TransferErrors
+    from tracefit.fit.transfer import Calibration, Fold, Kind, Law, TransferErrors, Wider
     from tracefit.models.validation import Metrics
     from tracefit.server.context import Deployment, RunContext
 
@@ -202,6 +202,7 @@ class _Found(msgspec.Struct, frozen=True):
         target: The server.
         kind: Property of it that no source has.
         sources: Ids of the sources.
+        prior_sources: Ids of the servers that the priors are found on.
         reach: Their steps, or the corners of their batches.
         law: The law of all of them.
         left_out: Range of each coefficient over the laws without one of the sources.
@@ -219,6 +220,7 @@ class _Found(msgspec.Struct, frozen=True):
     target: Deployment
     kind: Kind
     sources: tuple[str, ...]
+    prior_sources: tuple[str, ...]
     reach: tuple[LawRows, ...]
     law: Law
     left_out: dict[str, tuple[float, float]]
@@ -236,7 +238,7 @@ class _Found(msgspec.Struct, frozen=True):
 def _transferred(locations: Sequence[str | Path], context: RunContext, progress: KeptWarnings) -> _Found:
     """Return a law that is fitted to the steps of some folders."""
     sources = _sources(locations, context, progress)
-    kind, chosen = choose_sources(context, sources.rows)
+    kind, chosen, wider = choose_sources(context, sources.rows)
     if not chosen:
         raise DataError(
             "no deployment of these folders can be a source",
@@ -244,25 +246,33 @@ def _transferred(locations: Sequence[str | Path], context: RunContext, progress:
         )
     target = deployment_of(_with_limits(_named_like(context, [one.context for one in chosen])))
     progress.stage(f"fitting the law to {plural(len(chosen), 'deployment')}: {_KIND_TEXTS[kind]}")
-    law = fit_law(chosen, kind)
+    law = fit_law(chosen, kind, wider)
     progress.stage("leaving out servers in turn")
-    folds = leave_out(chosen, kind)
+    folds = leave_out(chosen, kind, wider)
     doubts = tuple(_doubts(target.context, chosen, kind, folds))
-    names = ", ".join(one.deployment_id for one in chosen)
+    names, others = (tuple(one.deployment_id for one in group) for group in (chosen, _all_of(wider)))
+    about = [f"the law is fitted to {', '.join(names)} ({_KIND_TEXTS[kind]})"]
+    if others:
+        about.append(f"what these cannot tell apart is as it was found on {', '.join(others)}")
     return _Found(
         target=target,
         kind=kind,
-        sources=tuple(one.deployment_id for one in chosen),
+        sources=names,
+        prior_sources=others,
         reach=chosen,
         law=law,
         left_out=ranges_of([fold.law for fold in folds]),
         across=left_out_errors(folds, kind, chosen, _own_errors(sources, chosen)),
         expected=UNTESTED if doubts else errors_of(folds),
-        about=(f"the law is fitted to {names} ({_KIND_TEXTS[kind]})", *sources.refused),
+        about=(*about, *sources.refused),
         has_prompts=any(one.has_prompts for one in chosen),
         alpha=_borrowed(target, kind, chosen, sources),
         doubts=doubts,
     )
+
+
+def _all_of(wider: Sequence[Wider]) -> tuple[LawRows, ...]:
+    return tuple(one for step in wider for one in step.sources)
 
 
 def _from_package(context: RunContext, engine: str | None) -> _Found:
@@ -307,6 +317,7 @@ def _from_package(context: RunContext, engine: str | None) -> _Found:
         target=target,
         kind=kind,
         sources=tuple(one.deployment_id for one in boxed.servers),
+        prior_sources=(),
         reach=(boxed.batches(target),),
         law=boxed.fitted(),
         left_out={c.feature: c.left_out_range for c in boxed.law if c.left_out_range is not None},
@@ -759,6 +770,7 @@ def _step_model(found: _Found, own: schema.Model | None, notes: tuple[str, ...])
     transfer = schema.Transfer(
         kind=found.kind,
         sources=found.sources,
+        prior_sources=found.prior_sources,
         law=law_coefficients(law, found.left_out),
         folds=expected.folds,
         p90_ape_pct=dict(expected.p90_ape_pct),

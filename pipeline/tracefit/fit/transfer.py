@@ -2,8 +2,9 @@
 steps of a new one.
 
 Sources are chosen first: deployments of the same model and GPU if there are any; else those of the same GPU; else all.
-The property that differs is the kind of a transfer, and its errors are those of the same kind: each tensor parallelism,
-model or GPU among the sources is left out in turn.
+The law of the others, first of those on other GPUs, then of other models on this one, is what the Ridge draws to: what
+the sources cannot tell apart is as it was found there. The property that differs is the kind of a transfer, and its
+errors are those of the same kind: each tensor parallelism, model or GPU among the sources is left out in turn.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple, Self
 
 import msgspec
 import numpy as np
@@ -304,15 +305,36 @@ def offered(kind: Kind, form: LawForm) -> tuple[LawTerm, ...]:
     return tuple(t for t in LAW_TERMS if kind == "tensor_parallel" or form == "longer" or not t.same_server)
 
 
-def fit_law(parts: Sequence[LawRows], kind: Kind) -> Law:
-    """Fit the law to the steps of some servers, which count the same each, in the form that explains them."""
-    frames = [thinned(part.rows) for part in parts]
+def fit_law(parts: Sequence[LawRows], kind: Kind, wider: Sequence[Wider] = ()) -> Law:
+    """Fit the law to the steps of some servers, which count the same each, in the form that explains them.
+
+    Args:
+        parts: The servers.
+        kind: Property by which the server that the law is for differs from them.
+        wider: Servers less like it, the least alike first: the law of each is the prior of the next.
+    """
+    law: Law | None = None
+    for step in (*wider, Wider(kind, tuple(parts))):
+        law = _fit_law(step, law) if step.sources else law
+    if law is None:
+        raise ValueError("a law needs servers")
+    return law
+
+
+def _fit_law(step: Wider, found: Law | None) -> Law:
+    frames = [thinned(part.rows) for part in step.sources]
     weights = np.concatenate([_weights(prompts_of(frame)) for frame in frames])
-    rows = pl.concat(frames)
+    rows, strength = pl.concat(frames), STRENGTH / len(frames) ** 2
     added, longer = (
-        fitted_law(rows, weights, offered(kind, form), STRENGTH / len(parts) ** 2, form) for form in LAW_FORMS
+        fitted_law(rows, weights, _expecting(offered(step.kind, form), found), strength, form) for form in LAW_FORMS
     )
     return longer if longer.loss < _LONGER_LOSS * added.loss else added
+
+
+def _expecting(terms: tuple[LawTerm, ...], found: Law | None) -> tuple[LawTerm, ...]:
+    """Return the terms with the coefficients of a law as priors, those that it has."""
+    priors = {} if found is None else {t.feature.name: c for t, c in found.pairs()}
+    return tuple(msgspec.structs.replace(t, prior=priors.get(t.feature.name, t.prior)) for t in terms)
 
 
 def fitted_law(
@@ -365,13 +387,44 @@ def _weights(prompts: Flags) -> Vector:
 # -- sources ---------------------------------------------------------------------------------------------
 
 
-def choose_sources(target: RunContext, sources: Sequence[LawRows]) -> tuple[Kind, tuple[LawRows, ...]]:
-    """Return the kind of a transfer to a server, and its sources; see the module."""
-    on_gpu = [one for one in sources if one.group("gpu") == group_of(target, "gpu")]
-    same = [one for one in on_gpu if one.group("model") == group_of(target, "model")]
+class Wider(NamedTuple):
+    """Servers that differ from a new one by a property, and may by those before it."""
+
+    kind: Kind
+    sources: tuple[LawRows, ...]
+
+    def without_model(self, model: Hashable) -> Self:
+        """Return those of other models."""
+        return self._replace(sources=tuple(one for one in self.sources if one.group("model") != model))
+
+
+class Chosen(NamedTuple):
+    """The sources of a transfer.
+
+    Attributes:
+        kind: Property of the new server that none of them has.
+        sources: They.
+        wider: The other servers, the least alike first.
+    """
+
+    kind: Kind
+    sources: tuple[LawRows, ...]
+    wider: tuple[Wider, ...] = ()
+
+
+def choose_sources(target: RunContext, sources: Sequence[LawRows]) -> Chosen:
+    """Choose the sources of a transfer to a server; see the module."""
+    on_gpu, off_gpu = _parted(sources, "gpu", target)
+    same, others = _parted(on_gpu, "model", target)
     if same:
-        return "tensor_parallel", tuple(same)
-    return ("model", tuple(on_gpu)) if on_gpu else ("gpu", tuple(sources))
+        return Chosen("tensor_parallel", same, (Wider("gpu", off_gpu), Wider("model", others)))
+    return Chosen("model", on_gpu, (Wider("gpu", off_gpu),)) if on_gpu else Chosen("gpu", off_gpu)
+
+
+def _parted(sources: Sequence[LawRows], kind: Kind, target: RunContext) -> tuple[tuple[LawRows, ...], ...]:
+    """Return the sources that are like the target in what a kind tells apart, and the others."""
+    like = [one.group(kind) == group_of(target, kind) for one in sources]
+    return tuple(tuple(one for one, yes in zip(sources, like, strict=True) if yes is side) for side in (True, False))
 
 
 def parts_of_model(context: RunContext) -> tuple[str, ...]:
@@ -450,12 +503,15 @@ class Fold(msgspec.Struct, frozen=True):
     coverage_pct: float | None = None
 
 
-def leave_out(sources: Sequence[LawRows], kind: Kind, *, nested: bool = True) -> tuple[Fold, ...]:
+def leave_out(
+    sources: Sequence[LawRows], kind: Kind, wider: Sequence[Wider] = (), *, nested: bool = True
+) -> tuple[Fold, ...]:
     """Leave each tensor parallelism, model or GPU out in turn; none where all sources are of one.
 
     Args:
         sources: The sources of a transfer of this kind.
         kind: The property by which sources are left out.
+        wider: The servers less like the new one; a model that is left out is left out of them too.
         nested: Also measure simpler answers, and the coverage of the interval that the other folds give.
     """
     groups = dict.fromkeys(one.group(kind) for one in sources)
@@ -464,8 +520,9 @@ def leave_out(sources: Sequence[LawRows], kind: Kind, *, nested: bool = True) ->
     folds = []
     for group in groups:
         rest = [one for one in sources if one.group(kind) != group]
-        law = fit_law(rest, kind)
-        inner = errors_of(leave_out(rest, kind, nested=False)) if nested else None
+        beyond = [step.without_model(group) for step in wider] if kind == "model" else wider
+        law = fit_law(rest, kind, beyond)
+        inner = errors_of(leave_out(rest, kind, beyond, nested=False)) if nested else None
         folds += [_fold(one, rest, law, kind, inner) for one in sources if one.group(kind) == group]
     return tuple(folds)
 

@@ -355,7 +355,7 @@ class LawCoefficient(Strict):
             if that is longer.
         low: Least value allowed.
         high: Largest value allowed; null without a limit.
-        prior: Value expected before any step is seen.
+        prior: Value expected before any step of the sources is seen: that of physics, or of a law of other servers.
         left_out_range: Its values over the laws fitted without one of the sources; null without such laws.
     """
 
@@ -400,6 +400,8 @@ class Transfer(Strict):
     Attributes:
         kind: Property of the server that no source has.
         sources: Deployments that the law was fitted on, or, for a model of requests, the one it is borrowed from.
+        prior_sources: Deployments less like the server, on which the priors of the law were found; empty where these
+            are the ones of physics.
         law: The coefficients; empty for a borrowed model.
         folds: Groups of sources that were left out in turn to measure the errors.
         p90_ape_pct: Phase to the error in percent that nine of ten steps of a left-out server keep to.
@@ -413,6 +415,7 @@ class Transfer(Strict):
 
     kind: TransferKind
     sources: tuple[str, ...]
+    prior_sources: tuple[str, ...] = ()
     law: tuple[LawCoefficient, ...] = ()
     folds: int = 0
     p90_ape_pct: dict[str, float] = Field(default_factory=dict)
