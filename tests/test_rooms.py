@@ -452,6 +452,7 @@ TOUCH_FILES = {
     "inputs/discovery.py",
     "inputs/files.py",
     "inputs/folders.py",
+    "memory.py",
     "receive/connections.py",
     "receive/grpc_server.py",
     "receive/options.py",

@@ -14,7 +14,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, cast
 
 import msgspec
 from msgspec.structs import replace
@@ -101,20 +101,28 @@ def named(declared: Any, name: str = "") -> str:
         declared: An alias such as `DeploymentOption`, or a class of options.
         name: The field of the class; a field that is not an option is a parameter in both.
     """
-    parameter = f"`{declared.__name__}.{name}`" if name else f"`{_flag(declared).argument}`"
+    flag = flag_in(declared, name)
+    parameter = f"`{declared.__name__}.{name}`" if name else f"`{flag.argument if flag else ''}`"
     return either(flag_of(declared, name) or parameter, parameter)
 
 
 def flag_of(declared: Any, name: str = "") -> str | None:
     """Return the flag of an option, for a file, which may be read by others than its maker; see `named`."""
-    flag = _flag(declared, name)
+    flag = flag_in(declared, name)
     return flag.spelled(name or flag.argument) if flag and not flag.positional else None
 
 
-def _flag(declared: Any, name: str = "") -> Any:
+def is_positional(declared: Any) -> bool:
+    """Return whether the command line takes an option by its position."""
+    flag = flag_in(declared)
+    return flag is not None and flag.positional
+
+
+def flag_in(declared: Any, name: str = "") -> OptionFlag | None:
+    """Return how the command line writes an option, or a field of a class of options; null if it does not."""
     if name:
-        return declared.__dataclass_fields__[name].metadata.get("flag")
-    return next(one for one in declared.__metadata__ if isinstance(one, OptionFlag))
+        return cast("OptionFlag | None", declared.__dataclass_fields__[name].metadata.get("flag"))
+    return next((one for one in getattr(declared, "__metadata__", ()) if isinstance(one, OptionFlag)), None)
 
 
 def _attributes(kind: type) -> dict[str, str]:

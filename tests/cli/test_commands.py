@@ -30,6 +30,24 @@ def test_the_job_in_a_process_of_its_own(process, tmp_path, traces):
         assert (tmp_path / "out" / file).stat().st_size > 0
 
 
+_THREADS = """
+import os
+del os.environ["POLARS_MAX_THREADS"]  # the tests' own
+from tracefit.cli import main
+try:
+    main()
+finally:
+    import polars
+    print(polars.thread_pool_size())
+"""
+
+
+def test_a_small_input_is_read_with_one_thread(process, folder):
+    done = process("inspect", folder, code=_THREADS)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "1"
+
+
 @pytest.mark.slow
 def test_the_text_names_every_model_and_file(tracefit, tmp_path, folder, quick):
     code, out, err = tracefit("run", folder, "--out", tmp_path / "out", *quick)

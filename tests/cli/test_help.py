@@ -86,8 +86,10 @@ def test_features_wait_for_no_estimators(process):
 
 
 @pytest.mark.slow
-def test_what_fits_nothing_waits_for_no_estimators(process):
-    commands = ("inspect", "ingest", "requests", "report", "generate", "predict")
+def test_nothing_waits_for_estimators_that_it_does_not_use(process):
+    # A plan tries other servers by a transfer only if it is asked to.
+    reading = ("inspect", "ingest", "requests", "report", "generate", "predict", "compare", "export", "verify")
+    commands = (*reading, "train", "replay", "plan", "candidates")
     load = "import sys, importlib; [importlib.import_module(f'tracefit.commands.{v}') for v in sys.argv[1:]]"
     done = process(*commands, code=f"{load}; print(sorted(sys.modules))")
     assert done.returncode == 0, done.stderr

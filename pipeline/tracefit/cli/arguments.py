@@ -12,7 +12,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from tracefit.console import warn
-from tracefit.options import OptionFlag, ServerOptions, from_flags, named, options_of
+from tracefit.options import ServerOptions, flag_in, from_flags, named, options_of
 
 # -- completion in a shell --------------------------------------------------------------------------------
 
@@ -93,7 +93,7 @@ def parameters_of(declared: type) -> Iterator[inspect.Parameter]:
 
 def parameter_of(name: str, kind: Any, default: Any) -> inspect.Parameter:
     """Return a parameter as typer reads it; `kind` has an `OptionFlag`, or is one of typer already."""
-    flag = next((m for m in getattr(kind, "__metadata__", ()) if isinstance(m, OptionFlag)), None)
+    flag = flag_in(kind)
     if flag is not None:
         plain = kind.__origin__
         make = typer.Argument if flag.positional else partial(typer.Option, flag.spelled(flag.argument or name))

@@ -21,6 +21,8 @@ from tracefit._version import __version__
 from tracefit.cli.arguments import parameter_of, parameters_of
 from tracefit.console import CONFIG_FILE, LogLevel, set_log_level, warn
 from tracefit.errors import UsageError, did_you_mean, set_command
+from tracefit.memory import use_one_thread_if_small
+from tracefit.options import is_positional
 
 PREFIX = "TRACEFIT_"
 
@@ -216,6 +218,10 @@ def _main(
             warn(text)
 
 
+def _listed(value: str | list[str] | None) -> list[str]:
+    return [value] if isinstance(value, str) else value or []
+
+
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print a machine-readable summary on stdout.")]
 _Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print errors only.")]
 
@@ -238,11 +244,14 @@ def command(task: str, *declared: type, is_quiet: bool = True) -> Callable[[_Com
         signature = inspect.signature(function, eval_str=True)
         _, *arguments = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
         last = [p for p in arguments if p.kind is p.KEYWORD_ONLY]
+        inputs = [p.name for p in arguments if is_positional(p.annotation)]
 
         def call(*, json: bool, quiet: bool = False, config: object, log_level: object, **values: Any) -> None:
             with console.command(task.format_map(values), quiet=quiet) as terminal:
                 # The libraries of a command take a second or two to import.
                 terminal.stage("starting")
+                if inputs:
+                    use_one_thread_if_small(path for name in inputs for path in _listed(values[name]))
                 result, text = function(terminal, **values)
                 terminal.show(result, text, as_json=json)
 

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from tracefit.commands.locate import as_list
 from tracefit.commands.plan import asked_for, draw_plans, plans_of, ranked
-from tracefit.commands.transfer import transfer
 from tracefit.errors import TracefitError, UsageError
 from tracefit.options import (
     DayOptions,
@@ -199,6 +198,8 @@ def tried_servers(
             f"{named(TryOption)}: {plural(len(combinations), 'combination')} are too many",
             hint=f"at most {MOST_TRIED}",
         )
+    from tracefit.commands.transfer import transfer  # noqa: PLC0415 - scikit-learn takes longer than most plans
+
     found, left_out = [], []
     with tempfile.TemporaryDirectory(prefix="tracefit-") as into:
         for gpu, tp in combinations:

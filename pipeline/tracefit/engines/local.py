@@ -102,7 +102,7 @@ class _Crew:
             return
         # More threads than cores would only wait for each other.
         threads = str(max(1, available_cores() // self.size))
-        environment = {**memory.ALLOCATOR_SETTINGS, "POLARS_MAX_THREADS": threads}
+        environment = {**memory.ALLOCATOR_SETTINGS, memory.POLARS_THREADS: threads}
         self._workers += [Worker(environment, core) for core in cores_of(self.size)]
         for worker in self._workers:
             self._free.put(worker)

@@ -162,7 +162,7 @@ class RayEngine:
 
 _OPTIONS: dict[str, Any] = {
     "num_cpus": 1,
-    "runtime_env": {"env_vars": {**memory.ALLOCATOR_SETTINGS, "POLARS_MAX_THREADS": "1", "PYTHONSAFEPATH": "1"}},
+    "runtime_env": {"env_vars": {**memory.ALLOCATOR_SETTINGS, memory.POLARS_THREADS: "1", "PYTHONSAFEPATH": "1"}},
 }
 """Options of jobs: a core each, and nothing from the working folder."""
 
