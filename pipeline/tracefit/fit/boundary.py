@@ -14,7 +14,7 @@ were queued, and its evaluation with the step clock and without it.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 import numpy as np
@@ -26,9 +26,12 @@ from tracefit.fit.splits import MIN_TRAIN_ROWS, counted_rows
 from tracefit.fit.validation import coverage_pct, measure, prediction_interval, reference, skill, within_5_pct
 from tracefit.models.evaluate import admitted_us
 from tracefit.models.validation import Burst
+from tracefit.statistics import median
 from tracefit.tables.schema import ENGINE, SERVER
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from tracefit.fit.fitted import LinearFit
     from tracefit.statistics import Flags, Vector
 
@@ -86,28 +89,47 @@ def clocks_of(timeline: pl.DataFrame) -> Clocks:
     return step_clock(timeline), interpolated_clock(timeline)
 
 
-def _boundaries(rows: pl.DataFrame, clock: pl.DataFrame, done_us: Vector) -> pl.DataFrame:
-    """Return the first known start at or after ARRIVED + `done_us` of each row.
+class _Boundaries(NamedTuple):
+    """The first known step start after some moment of each request; shape (n,) each.
 
-    Returns:
-        One row per row: `start` of the boundary that the request waits for, and `start_before`, null where it is
-            unknown or
-        the engine is idle; `is_idle`, whether the engine is known to be idle.
+    Attributes:
+        start: The start that the request waits for, in ns; NaN where it is unknown or the engine is idle.
+        start_before: That of the step before.
+        is_idle: Whether the engine is known to be idle.
     """
-    done = pl.col("ts_ns").cast(pl.Float64) + pl.Series(done_us) * 1e3
-    ends = rows.select(*ENGINE, start=done).with_row_index("row").sort("start")
-    starts = clock.with_columns(boundary="start")
-    joined = ends.join_asof(starts, on="start", by=ENGINE, strategy="forward", check_sortedness=False)
+
+    start: Vector
+    start_before: Vector
+    is_idle: Flags
+
+
+def _boundaries(rows: pl.DataFrame, clock: pl.DataFrame, done_us: Vector) -> _Boundaries:
+    """Return the first known start at or after ARRIVED + `done_us` of each row."""
+    done = rows["ts_ns"].to_numpy().astype(float) + done_us * 1e3
+    starts, before = clock["start"].to_numpy(), clock["start_before"].to_numpy()
+    # 1 after an idle step, and NaN after a step of unknown start.
+    idle = clock["idle_before"].cast(pl.Float64).to_numpy()
+    found = np.full(len(done), len(starts))
+    of_engine = _rows_of_engines(clock)
+    for engine, chosen in _rows_of_engines(rows).items():
+        own = of_engine.get(engine, np.zeros(0, dtype=np.int64))
+        found[chosen] = np.append(own, len(starts))[np.searchsorted(starts[own], done[chosen])]
+    start, start_before, idle = (np.append(values, np.nan)[found] for values in (starts, before, idle))
     # After a step of unknown start another boundary may come in between; after an idle step nothing is waited for.
-    waits = pl.when(~pl.col("idle_before"))
-    return joined.sort("row").select(
-        start=waits.then("boundary"),
-        start_before=waits.then("start_before"),
-        is_idle=pl.col("idle_before").fill_null(value=False),
-    )
+    waits = idle == 0
+    return _Boundaries(np.where(waits, start, np.nan), np.where(waits, start_before, np.nan), idle == 1)
 
 
-def _true_boundaries(rows: pl.DataFrame, clock: pl.DataFrame) -> pl.DataFrame:
+def _rows_of_engines(frame: pl.DataFrame) -> dict[tuple[object, ...], NDArray[np.int64]]:
+    """Return the numbers of the rows of each engine, in their order."""
+    # Most servers have one engine in one epoch, and a query takes longer than all the rest.
+    if all(frame[name].n_unique() == 1 for name in ENGINE):
+        return {tuple(frame[name][0] for name in ENGINE): np.arange(frame.height)}
+    parts = frame.select(*ENGINE, row=pl.int_range(pl.len())).group_by(ENGINE).agg("row")
+    return {tuple(engine): np.asarray(rows) for *engine, rows in parts.iter_rows()}
+
+
+def _true_boundaries(rows: pl.DataFrame, clock: pl.DataFrame) -> _Boundaries:
     """Return `_boundaries` that the requests were queued at."""
     tolerance = clock.select(pl.col("tolerance_us").max()).item() or 0.0
     return _boundaries(rows, clock, queued_us(rows) - tolerance)
@@ -124,8 +146,8 @@ def _queued_at_once(rows: pl.DataFrame, clock: pl.DataFrame, wait_us: Vector, do
     The engine is idle then, or it is idle when the request arrives and no other one is ahead of it: a step that starts
     within `done_us` of that starts with this request, whose work took less than is predicted.
     """
-    arrives = _boundaries(rows, clock, np.zeros(len(done_us)))["is_idle"].to_numpy() & (wait_us <= 0)
-    return np.asarray(arrives | _boundaries(rows, clock, done_us)["is_idle"].to_numpy())
+    arrives = _boundaries(rows, clock, np.zeros(len(done_us))).is_idle & (wait_us <= 0)
+    return np.asarray(arrives | _boundaries(rows, clock, done_us).is_idle)
 
 
 def admission_with_clock(
@@ -145,7 +167,7 @@ def admission_with_clock(
     Returns:
         Predictions in us, clipped at 0, and for which rows the clock has a start; shape (n,) each.
     """
-    start, interpolated = (_boundaries(rows, clock, done_us)["start"].to_numpy() for clock in clocks)
+    start, interpolated = (_boundaries(rows, clock, done_us).start for clock in clocks)
     start = np.where(np.isnan(start), interpolated, start)
     idle = _queued_at_once(rows, clocks[0], wait_us, done_us)
     until = np.where(idle, np.nan, (start - rows["ts_ns"].to_numpy()) / 1e3)
@@ -264,7 +286,7 @@ def fit_boundary(linear: LinearFit, timeline: pl.DataFrame) -> FittedBoundary | 
     clock = clocks[0]
     marked = mark_bursts(linear.rows)
     train = counted_rows(marked, "train")
-    if _true_boundaries(train, clock)["start"].count() < MIN_TRAIN_ROWS:
+    if np.isfinite(_true_boundaries(train, clock).start).sum() < MIN_TRAIN_ROWS:
         return None
     # In a burst the wait for the API process dominates: its requests say little of the work on one of them.
     outside_bursts = train.filter(~pl.col("in_burst"))
@@ -283,17 +305,19 @@ def _constants(
     train: pl.DataFrame, clock: pl.DataFrame, per_token: float, idle_work: float | None
 ) -> tuple[float, float]:
     """Return the constant of the API work and the offset of the QUEUED stamp from the step start, both in us."""
-    rows = pl.concat([train, _true_boundaries(train, clock)], how="horizontal").drop_nulls("start")
-    offset = rows.select(((pl.col("ts_ns") + pl.col("y") * 1e3) - pl.col("start")).median()).item() or 0.0
+    known = _true_boundaries(train, clock)
+    has_start = np.isfinite(known.start)
+    rows, start, before = train.filter(has_start), known.start[has_start], known.start_before[has_start]
+    arrived = rows["ts_ns"].to_numpy().astype(float)
+    offset = median(arrived + target_of(rows) * 1e3 - start) if len(start) else 0.0
     # Requests that arrive at an idle engine measure the work directly, which few known boundaries cannot improve on.
     if idle_work is not None and rows.height < MIN_TRAIN_ROWS:
         return idle_work, offset / 1e3
     grid = np.arange(0.0, MOST_WORK_US, GRID_US)
     # A constant predicts a request's boundary when the work ends after the step start before it and no later than the
     # boundary itself. With both ends sorted, two searches count the requests for all constants at once.
-    slope = per_token * pl.col("prompt_tokens").fill_null(0)
-    ends = (pl.col("start_before", "start") - pl.col("ts_ns")) / 1e3 - slope
-    after, until = (end.sort().to_numpy() for end in rows.select(ends))
+    of_prompt = per_token * rows["prompt_tokens"].fill_null(0).to_numpy()
+    after, until = (np.sort((ends - arrived) / 1e3 - of_prompt) for ends in (before, start))
     shares = (np.searchsorted(after, grid) - np.searchsorted(until, grid)) / rows.height
     plateau = grid[shares >= shares.max() - PLATEAU]
     # Every amount on the plateau explains the boundaries equally well; the direct measurement picks one of them.
@@ -308,8 +332,8 @@ def _work_of_idle(train: pl.DataFrame, clock: pl.DataFrame) -> tuple[float, floa
     Their admission is nothing but API work. The constant is null where such requests are too few.
     """
     # Idle both on arrival and when QUEUED: a step in between would have put a wait into the admission.
-    on_arrival = _boundaries(train, clock, np.zeros(train.height))["is_idle"]
-    idle = train.filter(on_arrival & _boundaries(train, clock, queued_us(train))["is_idle"])
+    on_arrival = _boundaries(train, clock, np.zeros(train.height)).is_idle
+    idle = train.filter(on_arrival & _boundaries(train, clock, queued_us(train)).is_idle)
     if idle.height < MIN_IDLE_ROWS:
         return 0.0, None
     y, tokens = queued_us(idle), idle["prompt_tokens"].fill_null(0).to_numpy().astype(float)
@@ -344,10 +368,10 @@ def _predict(fitted: FittedBoundary, rows: pl.DataFrame, clocks: Clocks) -> Vect
 
 def _validated(fitted: FittedBoundary, train: pl.DataFrame, holdout: pl.DataFrame, clocks: Clocks) -> FittedBoundary:
     y, y_train, clock = target_of(holdout), target_of(train), clocks[0]
-    truth = _true_boundaries(holdout, clock)["start"].to_numpy()
+    truth = _true_boundaries(holdout, clock).start
     has_boundary = ~np.isnan(truth)
     accuracy, accuracy_without_work = (
-        100 * float(np.mean((_boundaries(holdout, clock, work)["start"].to_numpy() == truth)[has_boundary]))
+        100 * float(np.mean((_boundaries(holdout, clock, work).start == truth)[has_boundary]))
         if has_boundary.any()
         else None
         for work in (holdout["done_us"].to_numpy(), np.zeros(len(y)))
