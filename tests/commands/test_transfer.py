@@ -99,6 +99,8 @@ def test_servers_that_are_less_like_the_new_one_are_what_the_law_draws_to(server
     assert ".a100-" in name
     assert [source.split(".")[-2] for source in model["transfer"]["sources"]] == ["tp1", "tp4"]
     assert f"what these cannot tell apart is as it was found on {name}" in result.notes
+    assert f"the priors are a law of `{name}`." in (tmp_path / "new" / "report.md").read_text()
+    assert "come from physics, and no fit moves them; so do the priors." in (new / "report.md").read_text()
     of_physics = json.loads((new / "beta.json").read_text())["models"][0]["transfer"]["law"]
     priors = [{one["feature"]: one["prior"] for one in law} for law in (of_physics, model["transfer"]["law"])]
     assert priors[0]["weight_read_us"] == 1.25 != priors[1]["weight_read_us"]

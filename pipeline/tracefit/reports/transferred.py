@@ -36,8 +36,9 @@ _LEFT_OUT_TEXT = (
 _LAW = (
     "The time of a step is the sum of the terms in `always` and the longer of those in `memory` and `compute`; with "
     "prompts it is the sum of `launch` if that is longer. A term in us is a time at the rated speed of the GPU: its "
-    "coefficient is one over an efficiency. Bounds and priors come from physics, and no fit moves them."
+    "coefficient is one over an efficiency. Bounds come from physics, and no fit moves them; "
 )
+_OF_PHYSICS = "so do the priors."
 
 
 def transfer_of(beta: documents.CoefficientFile) -> schema.Transfer | None:
@@ -72,7 +73,7 @@ def transferred_report(
         Bullets(tuple(f"{text[:1].upper()}{text[1:]}." for text in model.notes)),
         section("Errors on servers that were left out", _LEFT_OUT_TEXT, table_of(evaluation.across, _FOLD_COLUMNS)),
         _calibration(transfer),
-        section("The law", _LAW, _law(transfer)),
+        section("The law", _LAW + _priors(transfer), _law(transfer)),
         Bullets(tuple(f"`{m.name}` is borrowed from `{m.transfer.sources[0]}`." for m in borrowed if m.transfer)),
         *more,
     )
@@ -117,6 +118,12 @@ _FOLD_COLUMNS: dict[str, Callable[[LeftOutErrors], str]] = {
     "covered %": lambda one: percent(one.interval_coverage_pct),
     "steps": lambda one: count(one.errors.n),
 }
+
+
+def _priors(transfer: schema.Transfer) -> str:
+    if not transfer.prior_sources:
+        return _OF_PHYSICS
+    return f"the priors are a law of {', '.join(f'`{name}`' for name in transfer.prior_sources)}."
 
 
 def _law(transfer: schema.Transfer) -> ReportPart:
