@@ -289,7 +289,7 @@ def _try(
     form: FormName, rows: pl.DataFrame, regimes: list[RegimeRows], options: FitOptions, timeline: pl.DataFrame
 ) -> Candidate | None:
     """Measure a form on the inner hold-out; null where rows, or known step starts, are too few."""
-    fitted = fit_regimes(rows, regimes, msgspec.structs.replace(options, reference=False, learning_curve=False))
+    fitted = fit_regimes(rows, regimes, msgspec.structs.replace(options, only_error=True))
     if isinstance(fitted, TooFewRows):
         return None
     measured = fit_boundary(fitted, timeline) if form == "step_boundary" else fitted

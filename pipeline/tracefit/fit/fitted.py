@@ -94,7 +94,8 @@ class FitOptions(msgspec.Struct, frozen=True):
             out.
         eval_filter: Held-out rows to measure the error on, when there are enough of them; all rows if not given.
         reference: Fit the gradient-boosted reference.
-        learning_curve: Fit the model on fewer rows too.
+        only_error: Measure the error on the held-out rows alone, as for a fit that is compared with others: without
+            intervals and a reference, and on all rows.
         signs: Which coefficients cannot be negative.
         penalties: Penalties and strengths to choose from, in order of preference.
         relative: Minimise errors in proportion to the target.
@@ -106,7 +107,7 @@ class FitOptions(msgspec.Struct, frozen=True):
     eval_filter: pl.Expr | None = None
     label: pl.Expr | None = None
     reference: bool = True
-    learning_curve: bool = True
+    only_error: bool = False
     signs: Signs = ANY_SIGN
     penalties: tuple[tuple[Penalty, float], ...] = PENALTIES
     relative: bool = False

@@ -43,10 +43,10 @@ from tracefit.fit.select import (
 )
 from tracefit.fit.speed import SPEED
 from tracefit.fit.splits import MIN_HOLDOUT_ROWS, MIN_TRAIN_ROWS, counted_rows, evaluation_rows
-from tracefit.fit.validation import measure, prediction_interval, summed_row_errors, validate
+from tracefit.fit.validation import held_out_error, measure, prediction_interval, summed_row_errors, validate
 from tracefit.models.columns import held
 from tracefit.models.schema import NO_CONDITION, Number, OmittedFeature
-from tracefit.models.validation import LearningPoint
+from tracefit.models.validation import Collinearity, LearningPoint
 from tracefit.statistics import median, robust_sd
 from tracefit.tables.schema import SERVER
 
@@ -86,16 +86,20 @@ def fit_regimes(rows: pl.DataFrame, regimes: Sequence[RegimeRows], options: FitO
         rows_are = f"{used.height} training and {holdout.height} held-out rows"
         return TooFewRows(f"{rows_are}, {MIN_TRAIN_ROWS} and {MIN_HOLDOUT_ROWS} are needed")
     evaluated = evaluation_rows(holdout, options.eval_filter)
+    if options.only_error:
+        validation = held_out_error(fitted, evaluated)
+    else:
+        validation = replace(
+            validate(fitted, used, evaluated, options),
+            learning_curve=learning_curve(fitted, designs, evaluated),
+            held_out_equations=summed_row_errors(fitted, holdout),
+        )
     return LinearFit(
         regimes=tuple(fitted),
         rows_train=int((rows["split"] == "train").sum()),
         rows_used=used.height,
         rows_holdout=evaluated.height,
-        validation=replace(
-            validate(fitted, used, evaluated, options),
-            learning_curve=learning_curve(fitted, designs, evaluated) if options.learning_curve else (),
-            held_out_equations=summed_row_errors(fitted, holdout),
-        ),
+        validation=validation,
         rows=rows,
     )
 
@@ -219,7 +223,11 @@ def _fit_one(
     # Fits of some of these rows, for intervals and the learning curve, start from here; this fit from no other. Where
     # most rows are without noise, a fit that missed the others would pass its weights on.
     data = msgspec.structs.replace(data, start=rows.huber)
-    intercept_ci, intervals = confidence_intervals(data.x, data.y, model, rows, data.blocks())
+    intercept_ci, intervals = (
+        (None, [None] * len(data.columns))
+        if options.only_error
+        else confidence_intervals(data.x, data.y, model, rows, data.blocks())
+    )
     bounds, _ = bounds_of(model.positive, len(data.columns))
     penalized = f"set to zero by the {_ESTIMATOR_NAMES[choice.penalty]}"
     zeroed = [
@@ -242,7 +250,9 @@ def _fit_one(
         features_left_out=(*left, *zeroed),
         choice=choice,
         rows_used=used.height,
-        collinearity=collinearity(data.x[:, model.coef_ != 0], [t.feature for t in terms], regime.name),
+        collinearity=Collinearity(regime.name, None, {})
+        if options.only_error
+        else collinearity(data.x[:, model.coef_ != 0], [t.feature for t in terms], regime.name),
         signs=options.signs,
         relative=options.relative,
     )
@@ -250,6 +260,8 @@ def _fit_one(
         # Terms of either sign can predict times below zero within their training ranges. Refitted without negative
         # coefficients they cannot.
         return _fit_one(used, outlying, regime, features, msgspec.structs.replace(options, signs=NON_NEGATIVE))
+    if options.only_error:
+        return fitted, data
     # In-sample errors would make the interval too narrow.
     constant = np.full(len(data.y), intercept.value)
     predicted = data.out_of_fold(choice, options.signs) if data.columns else constant

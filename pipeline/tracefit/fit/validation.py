@@ -167,6 +167,19 @@ def validate(
     )
 
 
+def held_out_error(regimes: list[FittedRegime], evaluated: pl.DataFrame) -> Validation:
+    """Return the errors of a model on the held-out rows, and nothing else: for a fit that is compared with others."""
+    return Validation(
+        unit="us",
+        n_features=sum(len(regime.terms) for regime in regimes),
+        train=NO_ROWS,
+        holdout=measure(target_of(evaluated), predict_regimes(regimes, evaluated)),
+        baseline=NO_ROWS,
+        gradient_boosting=None,
+        skill=None,
+    )
+
+
 def summed_row_errors(regimes: list[FittedRegime], holdout: pl.DataFrame) -> SummedRowErrors | None:
     """Measure a step-time model on all held-out rows, intervals included; null where none is an interval."""
     if "source" not in holdout.columns or holdout.select(is_one_step().all()).item():
