@@ -218,8 +218,8 @@ def _main(
             warn(text)
 
 
-def _listed(value: str | list[str] | None) -> list[str]:
-    return [value] if isinstance(value, str) else value or []
+def _listed(value: str | Path | list[str] | None) -> list[str]:
+    return [str(value)] if isinstance(value, str | Path) else value or []
 
 
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print a machine-readable summary on stdout.")]

@@ -94,8 +94,8 @@ class FitOptions(msgspec.Struct, frozen=True):
             out.
         eval_filter: Held-out rows to measure the error on, when there are enough of them; all rows if not given.
         reference: Fit the gradient-boosted reference.
-        only_error: Measure the error on the held-out rows alone, as for a fit that is compared with others: without
-            intervals and a reference, and on all rows.
+        only_error: Measure only the error on the held-out rows, as for a fit that is compared with others: there are no
+            intervals, no reference and no learning curve.
         signs: Which coefficients cannot be negative.
         penalties: Penalties and strengths to choose from, in order of preference.
         relative: Minimise errors in proportion to the target.

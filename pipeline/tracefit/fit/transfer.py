@@ -388,7 +388,13 @@ def _weights(prompts: Flags) -> Vector:
 
 
 class Wider(NamedTuple):
-    """Servers that differ from a new one by a property, and may by those before it."""
+    """Servers that are less like a new one than its sources are.
+
+    Attributes:
+        kind: Property in which all of them differ from it: those of other models are on the same GPU, those of other
+            GPUs may be of its model.
+        sources: The servers.
+    """
 
     kind: Kind
     sources: tuple[LawRows, ...]
@@ -403,7 +409,7 @@ class Chosen(NamedTuple):
 
     Attributes:
         kind: Property of the new server that none of them has.
-        sources: They.
+        sources: The servers that its law is fitted to.
         wider: The other servers, the least alike first.
     """
 
