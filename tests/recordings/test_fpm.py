@@ -360,6 +360,10 @@ COMPRESSED = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd")
 """First bytes of gzip and zstd: a file that begins with them is a compressed one."""
 
 
+LONG_VALUES = {*range(0xC4, 0xCA), *range(0xD9, 0xE0)}
+"""First bytes of values of msgpack that state their length: binary, extension, text, array and map."""
+
+
 @pytest.mark.slow
 @settings(max_examples=60)
 @given(
@@ -376,6 +380,8 @@ def test_damage_in_one_place_costs_the_records_it_touches(kind, where, removed, 
     whole = b"".join(parts)
     begin = head + round(where * (len(whole) - head))
     assume(begin or not junk.startswith(COMPRESSED))
+    # In msgpack these may say that what follows, up to whole records, is one text: then it is.
+    assume(kind not in ("maps", "arrays") or not LONG_VALUES.intersection(junk))
     end = min(begin + removed, len(whole))
     steps, _ = decoded(whole[:begin] + junk + whole[end:], block_bytes=size)
     first, last = np.searchsorted(ends, [begin, end], side="left") + 1
