@@ -99,7 +99,8 @@ def test_servers_that_are_less_like_the_new_one_are_what_the_law_draws_to(server
     assert ".a100-" in name
     assert [source.split(".")[-2] for source in model["transfer"]["sources"]] == ["tp1", "tp4"]
     assert f"what these cannot tell apart is as it was found on {name}" in result.notes
-    assert f"the priors are a law of `{name}`." in (tmp_path / "new" / "report.md").read_text()
+    assert result.prior_sources == (name,)
+    assert f"the priors are a law of `{name}`, or of physics" in (tmp_path / "new" / "report.md").read_text()
     assert "come from physics, and no fit moves them; so do the priors." in (new / "report.md").read_text()
     of_physics = json.loads((new / "beta.json").read_text())["models"][0]["transfer"]["law"]
     priors = [{one["feature"]: one["prior"] for one in law} for law in (of_physics, model["transfer"]["law"])]
@@ -214,6 +215,15 @@ def test_the_server_asked_for_is_left_out_of_its_sources(servers, tmp_path):
     result = tracefit.transfer(tables, tmp_path / "new", server=_server(runs[2]))
     assert [name.split(".")[-2] for name in result.sources] == ["tp1", "tp4"]
     assert "its own model is better than any law" in " ".join(result.warnings)
+
+
+def test_a_server_that_is_in_two_folders_is_used_once(servers, tmp_path):
+    runs, out = servers
+    shutil.copytree(out, tmp_path / "copy")
+    result = tracefit.transfer([out, tmp_path / "copy"], tmp_path / "new", server=_server(runs[2]))
+    assert len(result.sources) == 2
+    for name in result.sources:
+        assert f"{name} is in two folders: the runs of {tmp_path / 'copy'} are not used" in result.warnings
 
 
 def test_one_source_is_refused_unless_forced(servers, tmp_path, command):

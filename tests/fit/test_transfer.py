@@ -171,11 +171,15 @@ def test_what_the_sources_cannot_tell_apart_is_as_it_was_found_on_other_servers(
     assert alone.value("all_reduces") == pytest.approx(7, rel=0.25)
 
 
-def test_a_model_that_is_left_out_is_in_no_prior_either():
+EIGHT_BITS = {"quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic"}}
+
+
+@pytest.mark.parametrize("precision", [{}, EIGHT_BITS])
+def test_a_model_that_is_left_out_is_in_no_prior_either(precision):
     # Were the model's own servers on another GPU used, its odd law would be known.
     odd = replace(PLANTED, coefficients=tuple(1.5 * c for c in PLANTED.coefficients))
     sources = [server(), server(LARGE, tp=4), server(SPARSE, law=odd)]
-    elsewhere = server(SPARSE, gpu="A100", law=odd)
+    elsewhere = server({**SPARSE, **precision}, gpu="A100", law=odd)
     kind, chosen, wider = choose_sources(_context({**DENSE, "num_hidden_layers": 40}), [*sources, elsewhere])
     (of_odd,) = [fold for fold in leave_out(chosen, kind, wider) if fold.deployment_id == sources[2].deployment_id]
     assert of_odd.law == fit_law(chosen[:2], kind)
@@ -256,8 +260,8 @@ def test_parts_of_a_model_that_no_source_has_are_named():
     assert unseen_parts(
         _context(SPARSE, enable_expert_parallel=True, tp=2), parts_of_model(server(SPARSE).context)
     ) == ("expert parallelism",)
-    eight = {**DENSE, "quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic"}}
-    assert "attention weights of 8 bits" in unseen_parts(_context(eight), parts_of_model(server().context))
+    eight = _context({**DENSE, **EIGHT_BITS})
+    assert "attention weights of 8 bits" in unseen_parts(eight, parts_of_model(server().context))
 
 
 def test_kernels_are_counted_by_what_a_layer_does():

@@ -244,12 +244,12 @@ def _transferred(locations: Sequence[str | Path], context: RunContext, progress:
             "no deployment of these folders can be a source",
             hint="; ".join(sources.refused) or "name folders that `tracefit run` wrote, with config.json and a GPU",
         )
-    target = deployment_of(_with_limits(_named_like(context, [one.context for one in chosen])))
+    target = deployment_of(_with_limits(_named_like(context, [one.context for one in sources.rows])))
     progress.stage(f"fitting the law to {plural(len(chosen), 'deployment')}: {_KIND_TEXTS[kind]}")
     law = fit_law(chosen, kind, wider)
     progress.stage("leaving out servers in turn")
     folds = leave_out(chosen, kind, wider)
-    doubts = tuple(_doubts(target.context, chosen, kind, folds))
+    doubts = tuple(_doubts(target.context, chosen, kind, folds, " on this GPU" if kind == "model" else ""))
     names, others = (tuple(one.deployment_id for one in group) for group in (chosen, _all_of(wider)))
     about = [f"the law is fitted to {', '.join(names)} ({_KIND_TEXTS[kind]})"]
     if others:
@@ -426,7 +426,10 @@ def _sources(locations: Sequence[str | Path], target: RunContext, progress: Kept
         for deployment, members in deployments_of(runs, str(store.root)):
             name = deployment.deployment_id
             progress.stage(f"reading {name}")
-            reason = _no_source(deployment.context) or ("it is in two folders" if name in found else None)
+            if name in found:
+                refused.append(f"{name} is in two folders: the runs of {location} are not used")
+                continue
+            reason = _no_source(deployment.context)
             if name == deployment_of(_named_like(target, [deployment.context])).deployment_id:
                 reason = "it is the server asked for; its own model is better than any law"
             if reason is None:
@@ -478,9 +481,11 @@ def _too_few(rows: LawRows) -> str | None:
     return None
 
 
-def _doubts(context: RunContext, chosen: Sequence[LawRows], kind: Kind, folds: Sequence[Fold]) -> Iterator[str]:
-    """Yield why nothing shows how exact a transfer is."""
-    yield from _unseen(context, {part for one in chosen for part in parts_of_model(one.context)})
+def _doubts(
+    context: RunContext, chosen: Sequence[LawRows], kind: Kind, folds: Sequence[Fold], which: str
+) -> Iterator[str]:
+    """Yield why nothing shows how exact a transfer is; `which` says which sources count."""
+    yield from _unseen(context, {part for one in chosen for part in parts_of_model(one.context)}, which)
     if len(chosen) == 1:
         yield "there is one source only, and none is left to test the law on"
     elif not folds:
@@ -488,10 +493,10 @@ def _doubts(context: RunContext, chosen: Sequence[LawRows], kind: Kind, folds: S
         yield f"all sources have one {what}, so that none shows how the law carries over to another"
 
 
-def _unseen(context: RunContext, seen: Collection[str]) -> Iterator[str]:
+def _unseen(context: RunContext, seen: Collection[str], which: str = "") -> Iterator[str]:
     """Yield the parts of a server that no source has."""
     if unseen := unseen_parts(context, seen):
-        yield f"no source has {' or '.join(unseen)}"
+        yield f"no source{which} has {' or '.join(unseen)}"
     if (context.settings.data_parallel or 1) > 1 and context.architecture is not None and context.architecture.is_moe:
         yield "no source has experts shared by data-parallel ranks"
     if (context.settings.pipeline_parallel or 1) > 1:
@@ -664,6 +669,12 @@ def _own_fit(found: _Found, made: Calibration, tables: DeploymentTables, progres
 
 def _notes(found: _Found) -> Iterator[str]:
     """Yield what a user has to know about a transfer."""
+    if found.own.is_better:
+        yield (
+            f"an own fit of these steps is better ({percent(found.own.mape_pct)} % on their last part, the calibrated "
+            f"law {percent(found.own.after_mape_pct)} %): it is taken, and nothing of the other servers"
+        )
+        return
     yield from found.about
     made = found.calibration
     if made is not None and made.used:
@@ -681,11 +692,6 @@ def _notes(found: _Found) -> Iterator[str]:
         )
     if not found.has_prompts:
         yield "no source has steps with prompts: their coefficients are the priors, and TTFT is not planned"
-    if found.own.is_better:
-        yield (
-            f"an own fit of these steps is better ({percent(found.own.mape_pct)} % on their last part, the calibrated "
-            f"law {percent(found.own.after_mape_pct)} %): it is taken"
-        )
     yield from (text for text in found.target.context.left_out if _WORKED_OUT in text)
 
 
@@ -836,6 +842,7 @@ def _result(
         origin=step.origin,
         kind=found.kind,
         sources=found.sources,
+        prior_sources=found.prior_sources,
         tested=transfer.tested if transfer else True,
         p90_ape_pct={phase: limits[phase] for phase in PHASES if phase in limits},
         law=tuple(

@@ -142,6 +142,16 @@ def group_of(context: RunContext, kind: Kind) -> Hashable:
     return model and tuple((name, value) for name, value in model.facts().items() if name != "model")
 
 
+_PRECISION = {"model", "dtype", "quantization", "weight_bytes", "kv_bytes_per_token", "size_proxy"}
+"""Facts of a model that its name and its precision decide."""
+
+
+def _shape_of(context: RunContext) -> Hashable:
+    """Return what models are alike in that differ in nothing but their precision."""
+    model = context.architecture
+    return model and tuple((name, value) for name, value in model.facts().items() if name not in _PRECISION)
+
+
 def name_of(context: RunContext, kind: Kind) -> str:
     """Return the name of a server among those that a transfer of a kind tells apart."""
     if kind == "tensor_parallel":
@@ -399,9 +409,10 @@ class Wider(NamedTuple):
     kind: Kind
     sources: tuple[LawRows, ...]
 
-    def without_model(self, model: Hashable) -> Self:
-        """Return those of other models."""
-        return self._replace(sources=tuple(one for one in self.sources if one.group("model") != model))
+    def without_model(self, context: RunContext) -> Self:
+        """Return those of other models than a server's, in whatever precision."""
+        shape = _shape_of(context)
+        return self._replace(sources=tuple(one for one in self.sources if _shape_of(one.context) != shape))
 
 
 class Chosen(NamedTuple):
@@ -526,10 +537,11 @@ def leave_out(
     folds = []
     for group in groups:
         rest = [one for one in sources if one.group(kind) != group]
-        beyond = [step.without_model(group) for step in wider] if kind == "model" else wider
+        left = [one for one in sources if one.group(kind) == group]
+        beyond = [step.without_model(left[0].context) for step in wider] if kind == "model" else wider
         law = fit_law(rest, kind, beyond)
         inner = errors_of(leave_out(rest, kind, beyond, nested=False)) if nested else None
-        folds += [_fold(one, rest, law, kind, inner) for one in sources if one.group(kind) == group]
+        folds += [_fold(one, rest, law, kind, inner) for one in left]
     return tuple(folds)
 
 

@@ -489,11 +489,14 @@ def transfer_text(result: models.TransferResult) -> str:
         for one in result.left_out
     ]
     how = "as tested" if result.tested else "untested: the widest interval known"
-    lines = [
-        f"deployment   {result.deployment_id}",
-        f"origin       {result.origin}, from {plural(len(result.sources), 'deployment')}",
-        _wrapped(f"errors       {expected_within(result.p90_ape_pct)} ({how})", " " * 13),
-    ]
+    lines = [f"deployment   {result.deployment_id}"]
+    if result.p90_ape_pct:
+        lines += [
+            f"origin       {result.origin}, from {plural(len(result.sources), 'deployment')}",
+            _wrapped(f"errors       {expected_within(result.p90_ape_pct)} ({how})", " " * 13),
+        ]
+    else:
+        lines.append(f"origin       {result.origin}, from its own steps")
     lines += ["", columns(head, rows), ""] if rows else [""]
     lines += [_wrapped(f"note    {note}", " " * 8) for note in result.notes]
     rate, slo = flag_of(RateOption), flag_of(ObjectivesOption)

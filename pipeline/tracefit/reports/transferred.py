@@ -123,7 +123,8 @@ _FOLD_COLUMNS: dict[str, Callable[[LeftOutErrors], str]] = {
 def _priors(transfer: schema.Transfer) -> str:
     if not transfer.prior_sources:
         return _OF_PHYSICS
-    return f"the priors are a law of {', '.join(f'`{name}`' for name in transfer.prior_sources)}."
+    names = ", ".join(f"`{name}`" for name in transfer.prior_sources)
+    return f"the priors are a law of {names}, or of physics where it has no such term."
 
 
 def _law(transfer: schema.Transfer) -> ReportPart:

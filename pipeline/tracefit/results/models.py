@@ -433,6 +433,7 @@ class TransferResult(Shown):
         origin: Where its model of step times comes from: transferred, calibrated or, where that is better, fitted.
         kind: Property of it that no source has: tensor_parallel, model or gpu.
         sources: The deployments it follows from.
+        prior_sources: Deployments less like it, on which the priors of the law were found.
         tested: Whether servers left out of the sources show its errors.
         p90_ape_pct: Phase to the error in percent that nine of ten steps keep to.
         law: The coefficients.
@@ -448,6 +449,7 @@ class TransferResult(Shown):
     origin: str
     kind: str
     sources: tuple[str, ...]
+    prior_sources: tuple[str, ...]
     tested: bool
     p90_ape_pct: dict[str, float]
     law: tuple[LawPart, ...]
