@@ -9,6 +9,7 @@ import pytest
 import tracefit
 from tracefit import evaluator
 from tracefit.coefficients.boxed import boxed_law
+from tracefit.coefficients.transferred import outwards
 from tracefit.commands.described import SERVER_FILE
 from tracefit.replay.plan import StepLawUncertainty
 from tracefit.synth import SynthOptions, synth, write_run
@@ -134,6 +135,22 @@ def test_the_stand_alone_evaluator_agrees(new):
         }
         expected = models.predict_step(batch=batch, context=300, prefill=prefill).step.value_us
         assert evaluator.predict(model, row) == pytest.approx(expected, rel=1e-6)
+
+
+def test_the_largest_batch_of_the_sources_is_within_their_range(new):
+    (model,) = json.loads((new / "beta.json").read_text())["models"]
+    most = model["deployment"]["input_ranges"]["step"]["batch"][1]
+    models = tracefit.load(new)
+    assert not models.predict_step(batch=most, context=400).out_of_range
+    assert models.predict_step(batch=most + 1, context=400).out_of_range
+
+
+def test_a_range_is_not_rounded_inwards():
+    # Nine digits of these are 113.719232 and 1.16508444.
+    low, high = outwards(1.165084436, 113.71923228448)
+    assert 1.1650844 < low < 1.165084436
+    assert 113.71923228448 < high < 113.719235
+    assert outwards(1.0, 352.0) == (1.0, 352.0)
 
 
 def test_a_prediction_has_the_interval_of_its_phase(new):
@@ -456,6 +473,7 @@ def test_points_of_the_server_draw_the_law(tmp_path, command):
     code, out, err = command("transfer", *server, "--calibrate", points, "--out", new)
     assert code == 0
     assert "4 points are too few to calibrate with, 10 are needed" in out + err
+    assert "4 points are too few to calibrate with" in (new / "report.md").read_text()
     points.write_text("\n".join([rows[0], *(f"16,256,{500 + n},20,9" for n in range(12))]) + "\n")
     code, out, err = command("transfer", *server, "--calibrate", points, "--out", new)
     assert code == 0

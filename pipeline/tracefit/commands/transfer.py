@@ -531,11 +531,12 @@ def _with_calibration(
         counted = f"{steps.rows.height} {what}"
         reasons = [f"{n} left out: {reason}" for reason, n in steps.left_out.items()]
         left = ", ".join((*reasons, *(tables.unknown_batches if tables is not None else ())))
-        progress.warn(
+        text = (
             f"{counted} are too few to calibrate with, {fewest} are needed: the transfer is as without "
             f"them{f' ({left})' if left else ''}"
         )
-        return found
+        progress.warn(text)
+        return replace(found, about=(*found.about, text))
     found = replace(found, calibration=made, drawn_to=what)
     for text in _of_calibration(made, found.drawn_to):
         progress.warn(text)
