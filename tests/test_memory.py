@@ -46,7 +46,7 @@ def test_a_large_file_in_a_folder_has_all(folder):
     assert POLARS_THREADS not in os.environ
 
 
-@pytest.mark.parametrize("given", ["s3://bucket/runs", "-", "missing.jsonl"])
+@pytest.mark.parametrize("given", ["s3://bucket/runs", "-", "missing.jsonl", "a" * 300])
 def test_what_is_not_on_this_disk_may_be_large(given):
     use_one_thread_if_small([given])
     assert POLARS_THREADS not in os.environ

@@ -64,11 +64,12 @@ _MOST_SMALL_FILES = 2_000
 def use_one_thread_if_small(inputs: Iterable[str]) -> None:
     """Let polars have one thread where the files and folders to read are small; a setting of the user's stays."""
     left = float(_SMALL_BYTES)
-    for number, size in enumerate(_sizes_of(inputs)):
-        left -= size
-        if left < 0 or number >= _MOST_SMALL_FILES:
-            return
-    os.environ.setdefault(POLARS_THREADS, "1")
+    with suppress(OSError):  # what cannot be looked at may be large: the command says what is wrong with it
+        for number, size in enumerate(_sizes_of(inputs)):
+            left -= size
+            if left < 0 or number >= _MOST_SMALL_FILES:
+                return
+        os.environ.setdefault(POLARS_THREADS, "1")
 
 
 def _sizes_of(inputs: Iterable[str]) -> Iterator[float]:

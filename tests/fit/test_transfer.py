@@ -139,7 +139,7 @@ def test_a_model_is_the_same_under_another_name():
     assert kind == "tensor_parallel"
 
 
-def test_sources_alone_and_the_others_are_ordered_by_how_unlike_they_are():
+def test_the_other_servers_are_ordered_by_how_unlike_the_new_one_they_are():
     sources = [server(tp=1), server(LARGE, tp=2), server(gpu="A100", tp=4)]
     wider = choose_sources(_context(tp=8), sources).wider
     assert [(step.kind, [one.deployment_id for one in step.sources]) for step in wider] == [
