@@ -1,19 +1,12 @@
-"""Threads by the size of the input."""
+"""What counts as a small input, and the thread for it."""
 
 import os
 
 import pytest
 
-from tracefit.memory import POLARS_THREADS, use_one_thread_if_small
+from tracefit.memory import POLARS_THREADS, are_small, use_one_thread
 
 LARGE_BYTES = 40 * 2**20
-
-
-@pytest.fixture(autouse=True)
-def _no_setting(monkeypatch):
-    # Set first, so that what the test sets is taken back.
-    monkeypatch.setenv(POLARS_THREADS, "")
-    monkeypatch.delenv(POLARS_THREADS)
 
 
 @pytest.fixture
@@ -30,29 +23,29 @@ def _large(path):
         file.truncate(LARGE_BYTES)
 
 
-def test_small_files_have_one_thread(folder):
-    use_one_thread_if_small([str(folder / "spans.jsonl"), str(folder / "run")])
-    assert os.environ[POLARS_THREADS] == "1"
+def test_small_files_in_folders_are_small(folder):
+    assert are_small([str(folder / "spans.jsonl"), str(folder / "run")])
 
 
 def test_nothing_to_read_is_small():
-    use_one_thread_if_small([])
-    assert os.environ[POLARS_THREADS] == "1"
+    assert are_small([])
 
 
-def test_a_large_file_in_a_folder_has_all(folder):
+def test_a_large_file_in_a_folder_is_not(folder):
     _large(folder / "run" / "large.jsonl")
-    use_one_thread_if_small([str(folder)])
-    assert POLARS_THREADS not in os.environ
+    assert not are_small([str(folder)])
 
 
 @pytest.mark.parametrize("given", ["s3://bucket/runs", "-", "missing.jsonl", "a" * 300])
 def test_what_is_not_on_this_disk_may_be_large(given):
-    use_one_thread_if_small([given])
-    assert POLARS_THREADS not in os.environ
+    assert not are_small([given])
 
 
-def test_a_setting_of_the_user_stays(monkeypatch, folder):
-    monkeypatch.setenv(POLARS_THREADS, "3")
-    use_one_thread_if_small([str(folder)])
-    assert os.environ[POLARS_THREADS] == "3"
+@pytest.mark.parametrize(("set_by_user", "threads"), [(None, "1"), ("3", "3")])
+def test_a_setting_of_the_user_stays(monkeypatch, set_by_user, threads):
+    # Set first, so that what the test sets is taken back.
+    monkeypatch.setenv(POLARS_THREADS, set_by_user or "")
+    if set_by_user is None:
+        monkeypatch.delenv(POLARS_THREADS)
+    use_one_thread()
+    assert os.environ[POLARS_THREADS] == threads

@@ -29,7 +29,7 @@ ALLOCATOR_SETTINGS = {
 }
 """Variables that are read at the start of a process, polars or pyarrow."""
 
-_MANY_OBJECTS = 50_000
+_MANY_OBJECTS = 500_000
 """New objects after which the collector looks for cycles: imports and spans make very many objects, but
 hardly any cycles."""
 
@@ -61,15 +61,21 @@ _SMALL_BYTES = 32 * 2**20
 _MOST_SMALL_FILES = 2_000
 
 
-def use_one_thread_if_small(inputs: Iterable[str]) -> None:
-    """Let polars have one thread where the files and folders to read are small; a setting of the user's stays."""
+def are_small(inputs: Iterable[str]) -> bool:
+    """Return whether files and folders to read are small, so that one thread is as quick as several."""
     left = float(_SMALL_BYTES)
     with suppress(OSError):  # what cannot be looked at may be large: the command says what is wrong with it
         for number, size in enumerate(_sizes_of(inputs)):
             left -= size
             if left < 0 or number >= _MOST_SMALL_FILES:
-                return
-        os.environ.setdefault(POLARS_THREADS, "1")
+                return False
+        return True
+    return False
+
+
+def use_one_thread() -> None:
+    """Let polars have one thread; a setting of the user's stays."""
+    os.environ.setdefault(POLARS_THREADS, "1")
 
 
 def _sizes_of(inputs: Iterable[str]) -> Iterator[float]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import polars as pl
 import pytest
 
+from tracefit.engines.cores import available_cores
 from tracefit.models.targets import TARGETS
 from tracefit.tables.store import TableStore
 
@@ -46,6 +48,33 @@ def test_a_small_input_is_read_with_one_thread(process, folder):
     done = process("inspect", folder, code=_THREADS)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "1"
+
+
+_HAS_CORES = pytest.mark.skipif(sys.platform != "linux" or available_cores() < 2, reason="needs two cores of Linux")
+_CORES = """
+import os
+from tracefit.cli import main
+try:
+    main()
+finally:
+    print(len(os.sched_getaffinity(0)))
+"""
+
+
+@_HAS_CORES
+@pytest.mark.parametrize(("workers", "cores"), [((), 1), (("--workers", "2"), available_cores())])
+def test_a_small_input_is_read_on_one_core_unless_workers_are_asked_for(process, folder, tmp_path, workers, cores):
+    done = process("ingest", folder, "--out", tmp_path / "out", *workers, code=_CORES)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == str(cores)
+
+
+@_HAS_CORES
+def test_a_large_input_is_read_on_all_cores(process, folder):
+    with (folder / "spans.log").open("wb") as file:
+        file.truncate(40 * 2**20)
+    done = process("inspect", folder, code=_CORES)
+    assert done.stdout.splitlines()[-1] == str(available_cores())
 
 
 @pytest.mark.slow

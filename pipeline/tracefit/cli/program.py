@@ -20,9 +20,10 @@ from tracefit import console
 from tracefit._version import __version__
 from tracefit.cli.arguments import parameter_of, parameters_of
 from tracefit.console import CONFIG_FILE, LogLevel, set_log_level, warn
+from tracefit.engines.cores import keep_here
 from tracefit.errors import UsageError, did_you_mean, set_command
-from tracefit.memory import use_one_thread_if_small
-from tracefit.options import is_positional
+from tracefit.memory import are_small, use_one_thread
+from tracefit.options import LOCAL, EngineChoice, from_flags, is_positional
 
 PREFIX = "TRACEFIT_"
 
@@ -222,6 +223,12 @@ def _listed(value: str | Path | list[str] | None) -> list[str]:
     return [str(value)] if isinstance(value, str | Path) else value or []
 
 
+def _wants_others(values: dict[str, Any], declared: tuple[type, ...]) -> bool:
+    """Return whether a command is asked to give its work to other processes."""
+    is_elsewhere = EngineChoice in declared and from_flags(EngineChoice, values) != LOCAL
+    return is_elsewhere or values.get("workers") is not None
+
+
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print a machine-readable summary on stdout.")]
 _Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print errors only.")]
 
@@ -250,8 +257,10 @@ def command(task: str, *declared: type, is_quiet: bool = True) -> Callable[[_Com
             with console.command(task.format_map(values), quiet=quiet) as terminal:
                 # The libraries of a command take a second or two to import.
                 terminal.stage("starting")
-                if inputs:
-                    use_one_thread_if_small(path for name in inputs for path in _listed(values[name]))
+                if inputs and are_small(path for name in inputs for path in _listed(values[name])):
+                    use_one_thread()
+                    if not _wants_others(values, declared):
+                        keep_here()
                 result, text = function(terminal, **values)
                 terminal.show(result, text, as_json=json)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import sys
+from contextlib import suppress
 
 
 def available_cores() -> int:
@@ -26,3 +28,15 @@ def keep_to_core(core: int | None) -> None:
     """Keep this process on a core; null lets it run on any."""
     if core is not None and sys.platform == "linux":
         os.sched_setaffinity(0, {core})
+
+
+def keep_here() -> None:
+    """Keep this process on the core that it is on, with what it starts.
+
+    For a process that does all of its work itself, in thousands of small queries: polars hands each to its own thread,
+    which takes longer to wake on another core than most of them take. Without effect once polars is imported, whose
+    threads may be on other cores by then.
+    """
+    if sys.platform == "linux" and "polars" not in sys.modules:
+        with suppress(OSError, AttributeError):  # another C library than GNU's
+            keep_to_core(ctypes.CDLL(None).sched_getcpu())
