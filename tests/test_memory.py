@@ -1,4 +1,4 @@
-"""What counts as a small input, and the thread for it."""
+"""Small inputs, and the thread for them."""
 
 import os
 

@@ -86,6 +86,23 @@ def test_numbers_keep_nine_digits(value, kept):
 
 
 @pytest.mark.parametrize(
+    ("ends", "written"),
+    [
+        ((1.165084436, 113.71923228448), [1.16508443, 113.719233]),
+        ((-1.0000000004, 1e-9 / 3), [-1.00000001, 3.33333334e-10]),
+        ((1.1, 352.0), [1.1, 352.0]),
+    ],
+)
+def test_a_range_is_rounded_outwards(write, ends, written):
+    document = json.loads(json.dumps(FILE))
+    document["models"][0]["terms"][0]["training_range"] = ends
+    (model,) = json.loads(to_json(read_coefficients(write(document))))["models"]
+    assert model["terms"][0]["training_range"] == written
+    assert written[0] <= ends[0]
+    assert written[1] >= ends[1]
+
+
+@pytest.mark.parametrize(
     ("place", "value", "says"),
     [
         (("version",), 5, "version"),

@@ -9,7 +9,6 @@ import pytest
 import tracefit
 from tracefit import evaluator
 from tracefit.coefficients.boxed import boxed_law
-from tracefit.coefficients.transferred import outwards
 from tracefit.commands.described import SERVER_FILE
 from tracefit.replay.plan import StepLawUncertainty
 from tracefit.synth import SynthOptions, synth, write_run
@@ -143,14 +142,6 @@ def test_the_largest_batch_of_the_sources_is_within_their_range(new):
     models = tracefit.load(new)
     assert not models.predict_step(batch=most, context=400).out_of_range
     assert models.predict_step(batch=most + 1, context=400).out_of_range
-
-
-def test_a_range_is_not_rounded_inwards():
-    # Nine digits of these are 113.719232 and 1.16508444.
-    low, high = outwards(1.165084436, 113.71923228448)
-    assert 1.1650844 < low < 1.165084436
-    assert 113.71923228448 < high < 113.719235
-    assert outwards(1.0, 352.0) == (1.0, 352.0)
 
 
 def test_a_prediction_has_the_interval_of_its_phase(new):

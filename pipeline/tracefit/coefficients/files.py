@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from decimal import ROUND_CEILING, ROUND_FLOOR, Context
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
@@ -26,12 +27,28 @@ MAX_MESSAGE_CHARS = 300
 DIGITS = 9
 """Significant digits a file keeps: more than the 1e-6 on which machines agree."""
 
+_RANGES = {"training_range", "input_ranges"}
+"""Keys of what the training rows reach."""
+_FORMULA_ROUNDING = 1e-11
+"""Share by which what a formula of a file gives may be off: its numbers have twelve digits."""
+_DOWN, _UP = (Context(prec=DIGITS, rounding=way) for way in (ROUND_FLOOR, ROUND_CEILING))
+
 _Document = TypeVar("_Document", bound=BaseModel)
 
 
 def rounded(value: float) -> float:
     """Return `value` to the digits a file keeps."""
     return float(f"{value:.{DIGITS}g}")
+
+
+def outwards(low: float, high: float) -> list[float]:
+    """Return ends that hold a range to the digits a file keeps: rounded inwards, the largest row of the training would
+    be outside.
+    """
+    return [
+        end if rounded(end) == end else float(way.create_decimal(end + slack * abs(end)))
+        for end, way, slack in ((low, _DOWN, -_FORMULA_ROUNDING), (high, _UP, _FORMULA_ROUNDING))
+    ]
 
 
 def to_json(document: BaseModel) -> str:
@@ -49,13 +66,13 @@ def published(document: _Document) -> tuple[str, _Document]:
     return text, type(document).model_validate_json(text)
 
 
-def _round_floats(value: Any) -> Any:
+def _round_floats(value: Any, *, is_range: bool = False) -> Any:
     if isinstance(value, float):
         return rounded(value)
     if isinstance(value, dict):
-        return {key: _round_floats(item) for key, item in value.items()}
+        return {key: _round_floats(item, is_range=is_range or key in _RANGES) for key, item in value.items()}
     if isinstance(value, list):
-        return [_round_floats(item) for item in value]
+        return outwards(*value) if is_range else [_round_floats(item) for item in value]
     return value
 
 

@@ -16,7 +16,6 @@ import numpy as np
 import polars as pl
 
 from tracefit.coefficients.documents import DeploymentEvaluation, Evaluation, IngestEntry, TimelineEntry
-from tracefit.coefficients.files import rounded
 from tracefit.coefficients.verdicts import Measurements, verdicts_of
 from tracefit.features.law import (
     COMPUTE,
@@ -151,20 +150,6 @@ def _sum_formulas(name: str, terms: _Terms) -> dict[str, str]:
     return {**parts, name: " + ".join(parts) or "0"}
 
 
-_ROUNDING = 1e-8
-"""Share by which numbers of a file, and what its formulas give, may be off at most: both have nine digits or more."""
-
-
-def outwards(low: float, high: float) -> tuple[float, float]:
-    """Return ends that hold a range in a file too: rounded inwards, the largest batch of the sources would be
-    outside.
-    """
-    return (
-        low if rounded(low) == low else rounded(low * (1 - _ROUNDING)),
-        high if rounded(high) == high else rounded(high * (1 + _ROUNDING)),
-    )
-
-
 def _terms(terms: Sequence[tuple[LawTerm, float]], reach: pl.DataFrame) -> tuple[schema.Term, ...]:
     """Return terms with the range of each in `reach`; a constant has none."""
 
@@ -172,7 +157,7 @@ def _terms(terms: Sequence[tuple[LawTerm, float]], reach: pl.DataFrame) -> tuple
         values = reach[name].to_numpy()
         low, high = float(values.min()), float(values.max())
         # The weights are read in every step: a term of the server, not of its load, has no range.
-        return outwards(low, high) if high - low > _LEAST_COEFFICIENT * high else None
+        return (low, high) if high - low > _LEAST_COEFFICIENT * high else None
 
     return tuple(
         schema.Term(
