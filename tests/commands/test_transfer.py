@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import polars as pl
 import pytest
@@ -15,6 +16,7 @@ from tracefit.synth import SynthOptions, synth, write_run
 from tracefit.synth.laws import GPUS, MODELS, RooflineLaw
 from tracefit.synth.options import LengthMix
 
+RUNS = Path(__file__).parents[2] / "fixtures" / "runs"
 MODEL, GPU = "llama-8b", "H100"
 
 
@@ -261,6 +263,23 @@ def test_some_steps_of_the_server_lift_the_refusal(servers, tmp_path):
     truth = tracefit.run(str(slow), tmp_path / "truth", options=tracefit.TrainOptions(fast=True))
     own = tracefit.load(truth.trained.models).predict_step(batch=8, context=300).step.value_us
     assert step == pytest.approx(own, rel=0.06)
+
+
+@pytest.mark.slow
+def test_an_own_fit_that_is_better_is_evaluated_as_one(tmp_path):
+    """A mixture of experts is not what one dense model shows."""
+    tracefit.ingest(str(RUNS / "qwen3-32b-tp4"), tmp_path / "one")
+    run = RUNS / "qwen3.6-35b-a3b-tp2"
+    server = tracefit.ServerOptions(model_config=run / "config.json", gpu="B300", tp=2)
+    result = tracefit.transfer(tmp_path / "one", tmp_path / "new", server=server, calibrate=str(run))
+    assert result.origin == "fitted"
+    assert "used unchanged" not in " ".join(result.warnings), "of a law that is not taken"
+    report = (tmp_path / "new" / "report.md").read_text()
+    assert "1 run, 1 deployment, 0 requests, 6,704 traced steps" in report
+    assert "| capacity planning | **with limits** | No run was replayed. |" in report
+    (deployment,) = json.loads((tmp_path / "new" / "evaluation.json").read_text())["deployments"]
+    assert deployment["runs"] == [run.name]
+    assert "instead of the law" in deployment["notes"][-1]
 
 
 @pytest.mark.parametrize(

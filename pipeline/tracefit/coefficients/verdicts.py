@@ -269,8 +269,10 @@ def _criterion(models: Mapping[str, Validation], measured: Measurements, thresho
     elif value is None:
         # The hold-out has no such rows: the model is neither confirmed nor refuted.
         answer, reason = "with limits", f"{measure.what.removesuffix(':')}: the hold-out does not show it"
-        if threshold.measure in _OF_REPLAYS and measured.replays:
-            reason = f"no run can be replayed: {measured.replays[0].reason}"
+        if threshold.measure in _OF_REPLAYS:
+            reason = "no run was replayed"
+            if measured.replays:
+                reason = f"no run can be replayed: {measured.replays[0].reason}"
     else:
         sign = -1 if measure.higher_is_better else 1
         allows, limited = (sign * value <= sign * end for end in (threshold.yes, threshold.with_limits))

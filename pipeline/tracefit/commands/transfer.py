@@ -25,6 +25,7 @@ from tracefit.coefficients.transferred import (
     step_model,
     validation_of,
 )
+from tracefit.coefficients.verdicts import Measurements, verdicts_of
 from tracefit.commands.deployments import deployments_of, load_deployment, sample_runs, write_timelines
 from tracefit.commands.described import SERVER_FILE, server_text
 from tracefit.commands.ingest import ingest, stated_settings
@@ -85,7 +86,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
     from pathlib import Path
 
-    from tracefit.coefficients.documents import Provenance
+    from tracefit.coefficients.documents import Evaluation, Provenance
     from tracefit.coefficients.models import Models
     from tracefit.fit.fitted import DeploymentTables, FittedDeployment
     from tracefit.fit.results import LeftOutErrors
@@ -538,9 +539,12 @@ def _with_calibration(
         progress.warn(text)
         return replace(found, about=(*found.about, text))
     found = replace(found, calibration=made, drawn_to=what)
-    for text in _of_calibration(made, found.drawn_to):
+    if tables is not None:
+        found = replace(found, own=_own_fit(found, made, tables, progress))
+    # The limits of the steps matter only where the law is taken.
+    for text in () if found.own.is_better else _of_calibration(made, found.drawn_to):
         progress.warn(text)
-    return found if tables is None else replace(found, own=_own_fit(found, made, tables, progress))
+    return found
 
 
 def _points_of(store: TableStore, target: Deployment, where: str) -> LawRows:
@@ -673,7 +677,7 @@ def _notes(found: _Found) -> Iterator[str]:
     if found.own.is_better:
         yield (
             f"an own fit of these steps is better ({percent(found.own.mape_pct)} % on their last part, the calibrated "
-            f"law {percent(found.own.after_mape_pct)} %): it is taken, and nothing of the other servers"
+            f"law {percent(found.own.after_mape_pct)} %): it is taken instead of the law"
         )
         return
     yield from found.about
@@ -735,7 +739,7 @@ def _written(out: Path, found: _Found, progress: KeptWarnings) -> TransferResult
         "alpha": CoefficientFile(kind="alpha", models=alpha, not_fitted=missing, provenance=made_by),
         "beta": CoefficientFile(kind="beta", models=(step,), provenance=made_by),
     }
-    evaluation = evaluation_of(target.deployment_id, step, alpha, found.across, notes)
+    evaluation = _evaluation(found, step, alpha, notes)
     (alpha_text, alpha_file), (beta_text, beta_file) = published(files["alpha"]), published(files["beta"])
     evaluation_text, rounded = published(evaluation)
     texts = {
@@ -748,6 +752,23 @@ def _written(out: Path, found: _Found, progress: KeptWarnings) -> TransferResult
     texts |= report_texts(report_of(rounded, alpha_file, beta_file, None), out, progress)
     write_files(texts)
     return _result(out, found, step, alpha, notes, (tuple(texts), tuple(progress.warnings)))
+
+
+def _evaluation(found: _Found, step: schema.Model, alpha: Sequence[schema.Model], notes: tuple[str, ...]) -> Evaluation:
+    """Return the evaluation of a transfer, or of an own fit that is taken instead, with the models that it borrows."""
+    fitted = found.own.fitted
+    if fitted is None or not found.own.is_better:
+        return evaluation_of(found.target.deployment_id, step, alpha, found.across, notes)
+    evaluation = publish.evaluate([fitted], fitted.tables.runs)
+    (entry,) = evaluation.deployments
+    models = {model.name: model.validation for model in alpha if model.validation is not None} | entry.models
+    changed = {
+        "models": models,
+        "verdicts": verdicts_of(models, Measurements(fitted.summed)),
+        "not_fitted": tuple(one for one in entry.not_fitted if one.name not in models),
+        "notes": (*entry.notes, *notes),
+    }
+    return evaluation.model_copy(update={"deployments": (entry.model_copy(update=changed),)})
 
 
 def _own_models(own: _Own, made_by: Provenance) -> tuple[tuple[schema.Model, ...], schema.Model | None]:
