@@ -262,21 +262,18 @@ def linear_terms(
     columns: Sequence[Feature],
     coefficients: Vector,
     x: Matrix,
-    intervals: Sequence[tuple[float, float] | None] | None = None,
 ) -> tuple[Term, ...]:
     """Return a term per coefficient that is not zero, with the range of its feature in the training rows `x`."""
-    intervals = intervals or [None] * len(columns)
     return tuple(
         Term(
             feature=column.name,
             unit=column.coefficient_unit,
             value=float(value),
-            ci95=interval,
             sign=column.sign,
             training_range=(float(values.min()), float(values.max())),
             formula=column.formula,
         )
-        for column, value, interval, values in zip(columns, coefficients, intervals, x.T, strict=True)
+        for column, value, values in zip(columns, coefficients, x.T, strict=True)
         if value != 0
     )
 

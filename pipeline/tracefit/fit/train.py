@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from tracefit.features.sets import Feature, FeatureSet
+    from tracefit.fit.estimators import RowWeights
     from tracefit.fit.fitted import FitOptions
     from tracefit.models.validation import PredictionInterval
     from tracefit.statistics import Flags, Integers, Matrix, Vector
@@ -198,6 +199,15 @@ def _with_range(omitted: OmittedFeature, used: pl.DataFrame) -> OmittedFeature:
     return replace(omitted, training_range=(float(values.min()), float(values.max())))
 
 
+class _FittedLine(msgspec.Struct, frozen=True):
+    """The line of a regime, without intervals, and the fit that they are computed from."""
+
+    fitted: FittedRegime
+    design: Design
+    model: RobustLinear
+    rows: RowWeights
+
+
 def _fit_one(
     used: pl.DataFrame,
     outlying: pl.DataFrame,
@@ -209,25 +219,30 @@ def _fit_one(
 
     `outlying` are its rows that are left out as outliers: its prediction interval covers them.
     """
+    line = _fit_line(used, regime, features, options)
+    if options.only_error:
+        return line.fitted, line.design
+    return _with_intervals(line, used, outlying, options.eval_filter), line.design
+
+
+def _fit_line(used: pl.DataFrame, regime: RegimeRows, features: Sequence[Feature], options: FitOptions) -> _FittedLine:
+    """Fit the line of a regime: a constant where that predicts better, and no negative coefficients where these would
+    predict times below zero.
+    """
     data, left = design_of(FitRows.of(used), features, relative=options.relative)
     choice = data.choose_penalty(options)
     if data.is_worse_than_constant(choice, options):
         reason = "predicts left-out blocks of time worse than a constant"
         misleading = [OmittedFeature(c.name, reason) for c in data.columns]
-        fitted, design = _fit_one(used, outlying, regime, [], options)
-        return msgspec.structs.replace(
-            fitted, features_left_out=(*left, *misleading, *fitted.features_left_out)
-        ), design
+        line = _fit_line(used, regime, [], options)
+        left_out = (*left, *misleading, *line.fitted.features_left_out)
+        fitted = msgspec.structs.replace(line.fitted, features_left_out=left_out)
+        return msgspec.structs.replace(line, fitted=fitted)
     model = estimator(choice, options.signs, data.columns)
     rows = model.fit_rows(data.x, data.y, data.weights)
     # Fits of some of these rows, for intervals and the learning curve, start from here; this fit from no other. Where
     # most rows are without noise, a fit that missed the others would pass its weights on.
     data = msgspec.structs.replace(data, start=rows.huber)
-    intercept_ci, intervals = (
-        (None, [None] * len(data.columns))
-        if options.only_error
-        else confidence_intervals(data.x, data.y, model, rows, data.blocks())
-    )
     bounds, _ = bounds_of(model.positive, len(data.columns))
     penalized = f"set to zero by the {_ESTIMATOR_NAMES[choice.penalty]}"
     zeroed = [
@@ -235,38 +250,48 @@ def _fit_one(
         for c, value, bound in zip(data.columns, model.coef_, bounds, strict=True)
         if value == 0
     ]
-    if data.columns:
-        intercept = Number(value=model.intercept_, ci95=intercept_ci)
-    else:
-        # As the baseline: of all constants the median has the smallest absolute error.
-        intercept = Number(value=float(np.median(data.y)))
-    fits = linear_terms(data.columns, model.coef_, data.x, intervals)
-    alike = [tuple(x.feature for x in left if term.feature in x.collinear_with) for term in fits]
-    terms = tuple(t.model_copy(update={"collinear_with": names}) for t, names in zip(fits, alike, strict=True))
+    terms = linear_terms(data.columns, model.coef_, data.x)
+    alike = [tuple(x.feature for x in left if term.feature in x.collinear_with) for term in terms]
     fitted = FittedRegime(
         regime=regime,
-        intercept=intercept,
-        terms=terms,
+        # As the baseline: of all constants the median has the smallest absolute error.
+        intercept=Number(value=model.intercept_ if data.columns else float(np.median(data.y))),
+        terms=tuple(t.model_copy(update={"collinear_with": names}) for t, names in zip(terms, alike, strict=True)),
         features_left_out=(*left, *zeroed),
         choice=choice,
         rows_used=used.height,
-        collinearity=Collinearity(regime.name, None, {})
-        if options.only_error
-        else collinearity(data.x[:, model.coef_ != 0], [t.feature for t in terms], regime.name),
+        collinearity=Collinearity(regime.name, None, {}),
         signs=options.signs,
         relative=options.relative,
     )
     if fitted.least <= 0 and options.signs.intercept and options.signs != NON_NEGATIVE:
         # Terms of either sign can predict times below zero within their training ranges. Refitted without negative
         # coefficients they cannot.
-        return _fit_one(used, outlying, regime, features, msgspec.structs.replace(options, signs=NON_NEGATIVE))
-    if options.only_error:
-        return fitted, data
-    # In-sample errors would make the interval too narrow.
-    constant = np.full(len(data.y), intercept.value)
-    predicted = data.out_of_fold(choice, options.signs) if data.columns else constant
-    interval = _interval(fitted, used, predicted, outlying, options.eval_filter)
-    return msgspec.structs.replace(fitted, prediction_interval=interval), data
+        return _fit_line(used, regime, features, msgspec.structs.replace(options, signs=NON_NEGATIVE))
+    return _FittedLine(fitted, data, model, rows)
+
+
+def _with_intervals(
+    line: _FittedLine, used: pl.DataFrame, outlying: pl.DataFrame, eval_filter: pl.Expr | None
+) -> FittedRegime:
+    """Return a line with the intervals of its numbers and its predictions, and how collinear its features are."""
+    fitted, data, model = line.fitted, line.design, line.model
+    intercept, predicted = fitted.intercept, np.full(len(data.y), fitted.intercept.value)
+    terms = fitted.terms
+    if data.columns:
+        of_intercept, intervals = confidence_intervals(data.x, data.y, model, line.rows, data.blocks())
+        intercept = Number(value=intercept.value, ci95=of_intercept)
+        of_terms = dict(zip((column.name for column in data.columns), intervals, strict=True))
+        terms = tuple(t.model_copy(update={"ci95": of_terms[t.feature]}) for t in terms)
+        # In-sample errors would make the interval too narrow.
+        predicted = data.out_of_fold(fitted.choice, fitted.signs)
+    return msgspec.structs.replace(
+        fitted,
+        intercept=intercept,
+        terms=terms,
+        collinearity=collinearity(data.x[:, model.coef_ != 0], [t.feature for t in terms], fitted.regime.name),
+        prediction_interval=_interval(fitted, used, predicted, outlying, eval_filter),
+    )
 
 
 def _interval(
