@@ -533,7 +533,7 @@ class TrainOptions:
         sample_csv: Also write the two sample tables of the specification.
         positive: Allow no negative coefficient and no negative intercept.
         any_sign: Allow coefficients of any sign, even a negative time per token, request or byte.
-        fast: Skip the gradient-boosted references and the replays of other rates, which take most of the training time.
+        fast: Skip the gradient-boosted references and the replays of other rates.
         include_overloaded: Train on overloaded runs even if their deployment has other runs.
         across: Also measure how well every run, model and GPU in turn is predicted by models fitted on the others, and
             likewise every deployment if several have the same model and GPU.
