@@ -100,21 +100,58 @@ def test_where_no_number_is_sure_the_likely_one_is_said_to_be_so(constant):
     assert plan.notes[0].startswith("no number of servers is sure to be enough")
 
 
+@pytest.mark.slow
+def test_a_kind_of_which_no_number_is_sure_comes_last(constant, tracefit):
+    """Steps of 900 to 1,100 us may be above 1,050, those of 1,000 are not: of both, three servers carry the load."""
+    unsure, sure = constant(ci95=(900.0, 1100.0), name="a.json"), constant(name="b.json")
+    asked = ("--prompt", "10", "--output", "10", "--rate", "1900", "--slo", "itl_p99=1.05")
+    _, stdout, _ = tracefit("plan", unsure, sure, *asked)
+    rows = [line.split() for line in stdout.splitlines()[1:3]]
+    assert [(row[1], row[2]) for row in rows] == [(str(sure), "3"), (str(unsure), "3,")]
+    assert "3, not sure" in stdout.splitlines()[2]
+    assert "3 servers may be enough, and no number is sure: the objectives hold" in " ".join(stdout.split())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("servers", [1, 2, 3])
+def test_a_rate_holds_if_it_is_not_above_the_largest(constant, servers):
+    """Bursts make latencies of short replays inexact, and the answers to both questions meet nevertheless."""
+    model, bursts = constant(), tracefit.LoadOptions(prompt=10, output=10, burstiness=0.3)
+    objective = {"ttft_p99": 8.0}
+    found = one(model, servers=servers, slo_ms=objective, requests=bursts)
+    assert found.at.rate_per_s == found.largest_rate_per_s
+    assert found.at.latency("ttft_p99_ms").value <= 8
+    for share in (0.9, 0.98, 1.02, 1.1):
+        rate = share * found.largest_rate_per_s
+        asked = one(model, servers=servers, rate=rate, slo_ms=objective, requests=bursts)
+        assert asked.met == (asked.largest_rate_per_s >= rate)
+        assert asked.largest_rate_per_s == pytest.approx(found.largest_rate_per_s, rel=0.3), "of few requests"
+
+
 def _at(rate, e2e_ms):
     return Simulated(rate, {"e2e": np.full(40, 1e3 * e2e_ms)}, (1, 1), 0, 0, 0, (), np.inf)
 
 
-def test_a_curve_keeps_its_shape_and_passes_through_longer_replays():
-    """Half as much again at a rate between two points moves them by as much; of two longer replays, the nearer one
-    counts more."""
-    points = [_at(1.0, 10), _at(2.0, 20), _at(4.0, 80)]
-    middle = float(Curve(points, {}).values_ms("e2e_p50", np.array([3.0]))[0])
-    moved = Curve(points, {}, [_at(3.0, 1.5 * middle)])
-    assert moved.rates.tolist() == [1, 2, 3, 4]
-    assert moved.values_ms("e2e_p50", moved.rates) == pytest.approx([15, 30, 1.5 * middle, 120])
-    twice = Curve(points, {}, [_at(3.0, 1.5 * middle), _at(1.0, 10)])
-    assert twice.rates.tolist() == [1, 2, 3, 4]
-    assert twice.values_ms("e2e_p50", twice.rates) == pytest.approx([10, 20 * 1.5**0.5, 1.5 * middle, 120])
+def test_a_longer_replay_moves_a_curve_near_it():
+    """Half as much again at a rate: all of it there, a half of it half way to where its reach ends, and nothing
+    beyond. The reach is a tenth of the largest rate.
+    """
+    points = [_at(rate, 10 * rate) for rate in (10.0, 50.0, 85.0, 90.0, 100.0)]
+    longer = _at(80.0, 1.5 * Curve(points, {}).values_ms("e2e_p50", np.array([80.0]))[0])
+    for anchors in ([longer], [longer, _at(90.0, 900)]):
+        moved = Curve(points, {}, anchors)
+        assert moved.rates.tolist() == [10, 50, 80, 85, 90, 100]
+        expected = [100, 500, 1.5 * 800, 1.5**0.5 * 850, 900, 1000]
+        assert moved.values_ms("e2e_p50", moved.rates) == pytest.approx(expected, rel=0.002)
+
+
+def test_an_interval_far_from_a_longer_replay_is_that_of_the_short_one():
+    spread = Simulated(10.0, {"e2e": np.linspace(5e3, 15e3, 40)}, (1, 1), 0, 0, 0, (), np.inf)
+    points = [spread, _at(50.0, 500), _at(100.0, 1000)]
+    for curve in (Curve(points, {}), Curve(points, {}, [_at(90.0, 900)])):
+        low, high = (curve.ends_ms("e2e_p50", np.array([10.0]), high=end)[0] for end in (False, True))
+        assert low < 9.9
+        assert high > 10.1
 
 
 def test_drawn_lengths_are_spread_as_in_the_sample():

@@ -167,6 +167,7 @@ def with_day(
         plan,
         servers=sure.servers,
         servers_likely=sure.likely,
+        is_sure=sure.is_sure,
         met=not answer.windows_missed,
         day=answer,
         notes=(*missed, *sure.notes, *plan.notes, _ROUTED_DAY[day.router], *_ASSUMED),
@@ -182,6 +183,7 @@ class _Sure(NamedTuple):
         likely: Those of the day, if latencies are as planned.
         binding: The window that needs them.
         end: Which latencies decided.
+        is_sure: Whether they are enough at the high end in every window.
         notes: On what the numbers rest.
     """
 
@@ -190,6 +192,7 @@ class _Sure(NamedTuple):
     likely: int
     binding: int
     end: End
+    is_sure: bool
     notes: tuple[str, ...]
 
 
@@ -202,7 +205,7 @@ def _sure(search: DaySearch, likely: list[int | None], servers: int, binding: in
     if outside_pct > SOME_OUTSIDE_PCT:
         share = f"for {outside_pct:.0f} % of the time the steps are outside what the models were trained on"
         notes.append(f"this rests on an extrapolation: {share} ({'; '.join(outside)})")
-    as_planned = _Sure(likely, servers, servers, binding, "likely", tuple(notes))
+    as_planned = _Sure(likely, servers, servers, binding, "likely", True, tuple(notes))
     if search.slowness == 1.0 and all(error == 1.0 for error in search.errors.values()):
         return as_planned
     sure = search.fewest_of_each("high", likely)
@@ -212,12 +215,12 @@ def _sure(search: DaySearch, likely: list[int | None], servers: int, binding: in
             "interval the objectives do not hold there"
         )
     if not any(sure):
-        return as_planned._replace(notes=tuple(notes))
+        return as_planned._replace(is_sure=False, notes=tuple(notes))
     each = [other if one is None else one for one, other in zip(sure, likely, strict=True)]
     found, its_binding = search.for_the_day(sure, "high")
     if found <= servers:
         found, its_binding = servers, binding
-    return _Sure(each, found, servers, its_binding, "high", tuple(notes))
+    return _Sure(each, found, servers, its_binding, "high", not unsure, tuple(notes))
 
 
 def _too_slow(search: DaySearch) -> str:

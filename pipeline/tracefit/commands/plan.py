@@ -42,7 +42,6 @@ from tracefit.replay.arrivals import GAP_BLOCK, burstiness, relative_gaps
 from tracefit.replay.closed_loop import engine_settings
 from tracefit.replay.plan import (
     ANSWER_REQUESTS,
-    REPLAYED_REQUESTS,
     SATURATED,
     Curve,
     Fleet,
@@ -104,11 +103,13 @@ _ROUTED = {
     "random": "requests go to servers at random, as behind a plain load balancer",
     "round_robin": "requests go to servers in turn",
 }
+_MOST_LIKELY = 2
+"""Replays of numbers of servers that may be enough."""
 MOST_DEPLOYMENTS = 4
 """Deployments for whose rates a training waits: each takes some seconds."""
-_OF_A_REPORT: Mapping[float, int] = MappingProxyType({0.15: 300, 0.55: 300, 0.8: 600, 0.93: 600, 1.0: 600})
-"""Shares of the capacity to the requests of their replays for a report. Where few requests wait, half as many are as
-exact; more rates do not bring the values between them nearer to those of long replays."""
+_SHARES_OF_A_REPORT = (0.15, 0.55, 0.8, 1.0)
+"""Rates of a report, as shares of the capacity: some of those of a plan, whose replays they are. Others between them
+would cost a training more time than they make the latencies exact."""
 _OWN = (
     "step times are those of {now}: `tracefit transfer` computes those of another server, or record one; then "
     "plan with its folder beside this one"
@@ -210,7 +211,7 @@ def plans_of(
 
 def ranked(plans: Sequence[ServerPlan], asked: PlanQuestion) -> tuple[RankedServers, ...]:
     """Return the kinds of server that carry a rate, the cheapest first: by price, or by GPUs where some price is not
-    stated.
+    stated. Kinds without a sure number come last.
     """
     if (asked.rate is None and asked.day is None) or asked.servers is not None or len(plans) < 2:
         return ()
@@ -222,10 +223,9 @@ def ranked(plans: Sequence[ServerPlan], asked: PlanQuestion) -> tuple[RankedServ
             return (one.cost_per_hour_low if low else one.cost_per_hour) or 0.0
         return one.gpus_low if low else one.gpus
 
-    least = min(map(cost, found), default=0.0)
-    return tuple(
-        replace(one, ties=cost(one, low=True) <= least) for one in sorted(found, key=lambda one: (cost(one), one.name))
-    )
+    order = sorted(found, key=lambda one: (not one.is_sure, cost(one), one.name))
+    least = cost(order[0]) if order else 0.0
+    return tuple(replace(one, ties=cost(one, low=True) <= least) for one in order)
 
 
 def _costed(plan_: ServerPlan, prices: Prices) -> RankedServers:
@@ -238,6 +238,7 @@ def _costed(plan_: ServerPlan, prices: Prices) -> RankedServers:
         gpu=plan_.gpu,
         servers=servers,
         servers_low=least,
+        is_sure=plan_.is_sure,
         gpus=gpus,
         gpus_low=gpus_low,
         cost_per_hour=None if price is None else price * gpus,
@@ -437,8 +438,6 @@ def _fleet(
     deployment: DeploymentModels,
     requests: LoadOptions,
     changes: Mapping[str, object],
-    *,
-    replayed: int = REPLAYED_REQUESTS,
 ) -> tuple[Fleet, _Requests, tuple[str, ...]]:
     """Return servers with their requests, and notes on both."""
     traced, timeline = _traced(store, deployment)
@@ -461,7 +460,7 @@ def _fleet(
         "block_size": float(settings.block_size),
     }
     server = {name: value for name, value in known.items() if value is not None}
-    fleet = Fleet(deployment, server, settings, found.sample, replayed, carried_per_s)
+    fleet = Fleet(deployment, server, settings, found.sample, carried_per_s=carried_per_s)
     return fleet, found, (*notes, *more)
 
 
@@ -513,10 +512,10 @@ def rates_of(store: TableStore, models: Models, replays: Sequence[RunReplay]) ->
             break
         with suppress(TracefitError):
             deployment = models.deployment(deployment_id)
-            fleet, *_ = _fleet(store, deployment, LoadOptions(), {}, replayed=max(_OF_A_REPORT.values()))
+            fleet, *_ = _fleet(store, deployment, LoadOptions(), {})
             names = _names_of(fleet.sample)
             errors = _errors([r for r in replays if r.deployment_id == deployment_id], names)
-            points = [fleet.at(1, share * fleet.capacity, count) for share, count in _OF_A_REPORT.items()]
+            points = [fleet.at(1, share * fleet.capacity) for share in _SHARES_OF_A_REPORT]
             curve = Curve(points, errors)
             capacity = ServerCapacity(fleet.capacity, curve.least, curve.most, curve.knee())
             rates[deployment_id] = Rates(plan_points(1, fleet, curve, names), capacity)
@@ -530,16 +529,12 @@ def _with_servers(plan_: ServerPlan, fleet: Fleet, asked: PlanQuestion, errors: 
     plan_ = replace(plan_, notes=(*_limits_of(fleet), *plan_.notes))
     notes: list[str] = []
     if asked.servers is None and rate is not None:
-        # At the high end of the intervals; where no number is enough there, by the values themselves.
-        ends = (partial(Curve.largest_rate, objectives=objectives, high=high) for high in (True, None))
-        fewest = next(filter(None, (fewest_servers(fleet, curve, rate, end) for end in ends)), None)
+        fewest = _fewest(fleet, curve, rate, objectives)
         if fewest is None:
             return replace(plan_, reason=_too_slow(curve, objectives), curve=plan_points(1, fleet, curve, names))
-        servers, curve = fewest
-        least, likely = (_servers(curve.largest_rate(objectives, high=h), rate, servers) for h in (False, None))
-        plan_ = replace(plan_, servers_low=least, servers_likely=likely)
-        is_sure = curve.largest_rate(objectives, high=True) * servers >= rate * (1 - 1e-9)
-        notes += [] if is_sure else [_NOT_SURE]
+        servers, curve = fewest.servers, fewest.curve
+        plan_ = replace(plan_, servers_low=fewest.low, servers_likely=fewest.likely, is_sure=fewest.is_sure)
+        notes += [] if fewest.is_sure else [_NOT_SURE]
     plan_ = _with_capacity(plan_, fleet, servers, curve)
     if objectives:
         most = largest_rate(fleet, servers, errors, objectives)
@@ -567,9 +562,10 @@ def _with_servers(plan_: ServerPlan, fleet: Fleet, asked: PlanQuestion, errors: 
         if curve.is_saturated(np.array([each]))[0]:
             notes.insert(0, _NEAR_CAPACITY.format(rate=number(rate), share=f"{100 * SATURATED:.0f}"))
         here = min(curve.anchors, key=lambda anchor: abs(anchor.rate - each))
-        at = plan_point(here, servers, fleet, curve, names)
+        at = plan_point(here, servers, fleet, curve, names, each)
         if plan_.drafts is not None:
             plan_ = replace(plan_, drafts=replace(plan_.drafts, step_mean_ms=here.step_mean_us / 1e3))
+    plan_ = _reconciled(plan_, at, curve, asked)
     routed = [_ROUTED[asked.requests.router]] if servers > 1 else []
     plan_ = replace(
         plan_,
@@ -582,6 +578,60 @@ def _with_servers(plan_: ServerPlan, fleet: Fleet, asked: PlanQuestion, errors: 
     )
     price = price_of(asked.price, plan_.gpu)
     return plan_ if price is None else _priced(plan_, at, fleet, price)
+
+
+class _Fewest(NamedTuple):
+    """The fewest servers for a rate: that are surely enough, may be by the expected latencies, or by the low ends."""
+
+    servers: int
+    likely: int
+    low: int
+    is_sure: bool
+    curve: Curve
+
+
+def _fewest(fleet: Fleet, curve: Curve, rate: float, objectives: Sequence[Objective]) -> _Fewest | None:
+    """Return the fewest servers that are enough at the high end of the intervals; where no number is enough there, by
+    the values themselves; null where none is.
+    """
+    ends = (partial(Curve.largest_rate, objectives=objectives, high=high) for high in (True, None))
+    found = next(filter(None, (fewest_servers(fleet, curve, rate, end) for end in ends)), None)
+    if found is None:
+        return None
+    servers, curve = found
+    is_sure = curve.largest_rate(objectives, high=True) * servers >= rate * (1 - 1e-9)
+    # A replay of as many confirms the number that may be enough.
+    for _ in range(_MOST_LIKELY):
+        likely = _servers(curve.largest_rate(objectives), rate, servers)
+        if curve.has_anchor(rate / likely):
+            break
+        curve = anchored(fleet, likely, curve, rate / likely, ANSWER_REQUESTS)
+    likely = _servers(curve.largest_rate(objectives), rate, servers)
+    low = _servers(curve.largest_rate(objectives, high=False), rate, likely)
+    return _Fewest(servers, likely, low, is_sure, curve)
+
+
+def _reconciled(plan_: ServerPlan, at: PlanPoint, curve: Curve, asked: PlanQuestion) -> ServerPlan:
+    """Return a plan whose largest rate is not below the rate asked about if the objectives hold there, nor above it if
+    they do not: the replay at that rate is the longer one.
+    """
+    servers, objectives, rate = plan_.servers or 1, asked.objectives, asked.rate
+    if not objectives or rate is None:
+        return plan_
+    ends = (plan_.largest_rate_low, plan_.largest_rate_per_s, plan_.largest_rate_high)
+    low, value, high = (end or 0.0 for end in ends)
+    latencies = [(at.latency(o.name), o.limit_ms) for o in objectives]
+    if all(one.keeps_to(limit) for one, limit in latencies):
+        is_sure = all(one.high is not None and one.high <= limit for one, limit in latencies)
+        low, value = max(low, rate if is_sure else 0.0), max(value, rate)
+    elif value > rate:
+        value = servers * curve.largest_rate(objectives)
+    return replace(
+        plan_,
+        largest_rate_low=min(low, value) or None,
+        largest_rate_per_s=value or None,
+        largest_rate_high=max(high, value) or None,
+    )
 
 
 def _with_capacity(plan_: ServerPlan, fleet: Fleet, servers: int, curve: Curve) -> ServerPlan:
@@ -663,13 +713,13 @@ def _servers(largest: float, rate: float, most: int) -> int:
 
 
 def _too_slow(curve: Curve, objectives: Sequence[Objective]) -> str:
-    first = curve.points[0]
+    lowest = curve.rates[:1]
     missed = ", ".join(
         f"{o.name.removesuffix('_ms')} is {number(ms)} ms, not {number(o.limit_ms)}"
         for o in objectives
-        if (ms := first.percentile_ms(o.name)) > o.limit_ms
+        if (ms := float(curve.values_ms(o.name, lowest)[0])) > o.limit_ms
     )
-    return f"no number of servers is enough: at {number(first.rate)} requests per second on one, {missed}"
+    return f"no number of servers is enough: at {number(lowest[0])} requests per second on one, {missed}"
 
 
 def _outside(at: PlanPoint) -> tuple[str, ...]:

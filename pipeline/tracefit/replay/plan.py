@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from itertools import chain
+from itertools import chain, compress
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
@@ -77,8 +77,11 @@ _Z95 = 1.959964
 _Z90 = 1.644854
 _REPLAY_PARTS = 20
 _MOST_ANCHORS = 3
-_MOST_RATES = 2
-"""Longer replays of a search for the largest rate: the second one is where the first one moved the curve to."""
+_MOST_RATES = 3
+"""Longer replays of a search for the largest rate: each one is where the one before it moved the curve to."""
+_ANCHOR_REACH = 0.1
+"""Distance, as a share of the capacity, at which a longer replay says nothing of a curve: shorter ones are off one way
+at some loads and the other way at others, and hardly at all where few requests wait."""
 _CLOSE_SHARE = 0.005
 """Relative distance of two rates up to which one anchor serves both."""
 
@@ -665,8 +668,8 @@ class Curve:
         Args:
             points: At least two, at different rates.
             errors: Name of a percentile to the relative error of replays of recorded runs, a factor of at least 1.
-            anchors: Longer replays at rates between those of the points, through which the curve is moved: they are
-                points of it too.
+            anchors: Longer replays at rates between those of the points, through which the curve is moved near them:
+                they are points of it too.
         """
         self.errors = errors
         self.anchors = sorted(anchors, key=lambda p: p.rate)
@@ -675,17 +678,33 @@ class Curve:
         more = [p for p in self.anchors if not np.isclose(at, p.rate).any()]
         self.points = sorted([*self.shape, *more], key=lambda p: p.rate)
         self.rates = np.array([p.rate for p in self.points])
+        self._reach = _ANCHOR_REACH * self.shape[-1].rate
         self._logs: dict[str, Callable[[Vector], Vector]] = {}
 
     def _through(self, name: str) -> Callable[[Vector], Vector]:
         if name not in self._logs:
             through = _through(self.shape, name)
             if self.anchors:
-                at = np.array([p.rate for p in self.anchors])
-                moved = _logs_ms(self.anchors, name) - through(at)
-                through = monotone(self.rates, through(self.rates) + np.interp(self.rates, at, moved))
+                through = monotone(self.rates, through(self.rates) + self._moved(name, through))
             self._logs[name] = through
         return self._logs[name]
+
+    def _moved(self, name: str, through: Callable[[Vector], Vector]) -> Vector:
+        """Return by how much the anchors move the logarithms of a percentile at the rates of the curve, shape (n,)."""
+        at = np.array([p.rate for p in self.anchors])
+        moved = _logs_ms(self.anchors, name) - through(at)
+        # Where nothing is moved: on both sides of an anchor, unless the next one is nearer.
+        still = np.concatenate([at - self._reach, at + self._reach])
+        still = still[self._is_far(still)]
+        rates, values = np.concatenate([at, still]), np.concatenate([moved, np.zeros(len(still))])
+        order = np.argsort(rates)
+        return np.asarray(np.interp(self.rates, rates[order], values[order]))
+
+    def _is_far(self, rates: Vector) -> Flags:
+        """Return which rates no anchor says anything of, shape (n,)."""
+        at = np.array([p.rate for p in self.anchors])
+        distances = np.abs(rates[:, None] - at).min(axis=1, initial=math.inf)
+        return np.asarray(distances >= self._reach * (1 - 1e-9))
 
     def values_ms(self, name: str, rates: Vector) -> Vector:
         """Return a percentile at rates, shape (n,); infinite if the servers do not keep up, except for an ITL: that of
@@ -702,8 +721,9 @@ class Curve:
         at least as far as they were off. Near the capacity only an ITL has a high end.
         """
         slow = np.interp(rates, self.rates, [p.slowness[high] for p in self.points])
-        replayed = self.anchors or self.points
-        drawn = np.interp(rates, [p.rate for p in replayed], [p.drawn(name, high=high) for p in replayed])
+        is_far = self._is_far(np.array([p.rate for p in self.shape]))
+        kept = sorted([*self.anchors, *compress(self.shape, is_far)], key=lambda p: p.rate)
+        drawn = np.interp(rates, [p.rate for p in kept], [p.drawn(name, high=high) for p in kept])
         values, moved = self.values_ms(name, rates), self.values_ms(name, rates * slow) * slow
         with np.errstate(all="ignore"):
             error = np.hypot(np.log(moved / values), np.log(drawn))
@@ -716,6 +736,10 @@ class Curve:
     def is_saturated(self, rates: Vector) -> Flags:
         """Return which rates are so near to the capacity, or above it, that latencies have no high end; shape (n,)."""
         return np.asarray(rates > SATURATED * self.rates[-1] * (1 + 1e-9))
+
+    def has_anchor(self, rate: float) -> bool:
+        """Return whether a longer replay is at a rate, or next to it."""
+        return any(abs(rate / anchor.rate - 1) < _CLOSE_SHARE for anchor in self.anchors)
 
     @property
     def most(self) -> float:
@@ -840,7 +864,7 @@ def _largest_rate(fleet: Fleet, servers: int, errors: Mapping[str, float], objec
     curve, only = curve_of(fleet, servers, errors), (objective,)
     for _ in range(_MOST_RATES):
         rate = curve.largest_rate(only)
-        if rate <= 0 or any(abs(rate / a.rate - 1) < _CLOSE_SHARE for a in curve.anchors):
+        if rate <= 0 or curve.has_anchor(rate):
             break
         curve = anchored(fleet, servers, curve, rate)
     value = curve.largest_rate(only)

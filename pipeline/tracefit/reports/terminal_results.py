@@ -9,6 +9,7 @@ import csv
 import io
 import math
 import textwrap
+from collections import Counter
 from dataclasses import fields, replace
 from datetime import UTC, datetime
 from operator import attrgetter
@@ -561,10 +562,10 @@ def plan_text(result: PlanResult) -> str:
             p for p in shown if (p.folder, p.deployment_id) == (result.ranked[0].name, result.ranked[0].deployment_id)
         ]
     answers = ["\n".join([f"{p.folder if several else 'deployment'} {p.deployment_id}", *_planned(p)]) for p in shown]
-    unanswered = [p for p in result.plans if p.reason is not None and p not in shown]
-    missing = [f"{p.folder} {p.deployment_id}: no answer: {p.reason}" for p in unanswered]
+    unanswered = [p for p in result.plans if p.reason is not None]
+    missing = [f"{p.folder} {p.deployment_id}: no answer: {p.reason}" for p in unanswered if p not in shown]
     missing += [f"left out: {text}" for text in result.left_out]
-    tables = [_ranked(result.ranked)] if result.ranked else []
+    tables = [_ranked(result.ranked, unanswered)] if result.ranked else []
     return "\n\n".join([*tables, *answers, *(["\n".join(_noted(text) for text in missing)] if missing else [])])
 
 
@@ -572,8 +573,14 @@ _MOST_IN_FULL = 3
 """Kinds of server that are shown in full beside a table of them."""
 
 
-def _ranked(rows: Sequence[RankedServers]) -> str:
-    """Return the table of what each kind of server costs, the cheapest first."""
+def _ranked(rows: Sequence[RankedServers], unanswered: Sequence[ServerPlan]) -> str:
+    """Return the table of what each kind of server costs, the cheapest first, and last those without an answer."""
+    # Deployments of one folder have its name.
+    names = Counter([*(one.name for one in rows), *(one.folder for one in unanswered)])
+
+    def label(name: str, deployment_id: str | None) -> str:
+        return deployment_id or name if names[name] > 1 else name
+
     is_priced = any(one.cost_per_hour is not None for one in rows)
 
     def ends(most: float | None, least: float | None) -> str:
@@ -589,8 +596,8 @@ def _ranked(rows: Sequence[RankedServers]) -> str:
     )
     table = [
         (
-            f"{'=' if one.ties else ' '} {one.name if one.name != one.deployment_id else ''}",
-            ends(one.servers, one.servers_low),
+            f"{'=' if one.ties else ' '} {label(one.name, one.deployment_id)}",
+            f"{ends(one.servers, one.servers_low)}{'' if one.is_sure else ', not sure'}",
             ends(one.gpus, one.gpus_low),
             *((ends(one.cost_per_hour, one.cost_per_hour_low),) if is_priced else ()),
             _percentile(one.binds) if one.binds else "-",
@@ -598,6 +605,8 @@ def _ranked(rows: Sequence[RankedServers]) -> str:
         )
         for one in rows
     ]
+    rest = [""] * (len(head) - 2)
+    table += [(f"  {label(one.folder, one.deployment_id)}", "no answer", *rest) for one in unanswered]
     legend = "  = may be the cheapest: fewer servers of it may be enough" if sum(one.ties for one in rows) > 1 else ""
     return "\n".join(filter(None, [columns(head, table), legend]))
 
@@ -742,13 +751,19 @@ def arrivals_text(arrivals: PlannedArrivals) -> str:
 def _answer(plan: ServerPlan, servers: int) -> str:
     """Return the answer as a sentence: the number of servers or the rate, and the rates that bound it."""
     fewer = dict.fromkeys(n for n in (plan.servers_likely, plan.servers_low) if n not in (None, servers))
-    maybe = f" ({' or even '.join(map(str, fewer))} may be enough)" if fewer else ""
+    named = " or even ".join(map(str, fewer))
+    maybe = f" ({named} may be enough)" if named else ""
+    if not plan.is_sure:
+        maybe = f" may be enough{f', or even {named}' if named else ''}, and no number is sure"
     between = f" ({number(plan.capacity_low)} to {number(plan.capacity_high)})"
     is_open = plan.capacity_low != plan.capacity_high
     capacity = f"the capacity is {number(plan.capacity_per_s)}{between if is_open else ''}"
     facts = [f"the knee is at {number(plan.knee_per_s)}, {capacity}"]
     if plan.largest_rate_per_s is not None:
-        ends = f"{number(plan.largest_rate_low)} to {number(plan.largest_rate_high)}"
+        high = number(plan.largest_rate_high)
+        ends = (
+            f"{number(plan.largest_rate_low)} to {high}" if plan.largest_rate_low else f"up to {high}, and none is sure"
+        )
         facts.insert(0, f"the largest rate is {number(plan.largest_rate_per_s)} requests per second ({ends})")
     if plan.met is not None and plan.rate_per_s is not None:
         verb = "hold" if plan.met else "do not hold"

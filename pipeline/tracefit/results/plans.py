@@ -303,9 +303,11 @@ class ServerPlan:
             intervals, or `servers_likely` where no number does; or those that were given.
         servers_low: The fewest, if latencies are at the low end of their intervals.
         servers_likely: The fewest, if latencies are as planned.
+        is_sure: Whether `servers` are enough at the high end of the intervals; false where no number is.
         rate_per_s: The rate that was given; null without one.
         largest_rate_per_s: The largest rate at which these servers keep to the objectives; null where none does. It
-            depends only on the objectives, the servers and the arrivals.
+            depends only on the objectives, the servers and the arrivals, unless the longer replay at the rate that was
+            given contradicts it.
         largest_rate_low: The same with latencies at the high end of their intervals; null where none does.
         largest_rate_high: The same with latencies at the low end.
         capacity_per_s: The rate above which the queue of these servers only grows.
@@ -340,6 +342,7 @@ class ServerPlan:
     servers: int | None = None
     servers_low: int | None = None
     servers_likely: int | None = None
+    is_sure: bool = True
     rate_per_s: float | None = None
     largest_rate_per_s: float | None = None
     largest_rate_low: float | None = None
@@ -368,6 +371,7 @@ class RankedServers:
         gpu: Its GPU; null where that is not known.
         servers: Servers that are enough.
         servers_low: The fewest, if latencies are at the low end of their intervals.
+        is_sure: Whether `servers` are enough at the high end of the intervals; false where no number is.
         gpus: GPUs of all of them.
         gpus_low: The same for the fewest.
         cost_per_hour: Their price; null without one.
@@ -383,6 +387,7 @@ class RankedServers:
     gpu: str | None
     servers: int
     servers_low: int
+    is_sure: bool
     gpus: int
     gpus_low: int
     cost_per_hour: float | None
