@@ -88,8 +88,10 @@ def unread(read: str, what: str, keys: Sequence[str]) -> str:
 
 
 def sentence(text: str) -> str:
-    """Write a phrase as a sentence."""
-    return f"{text[:1].upper()}{text[1:]}."
+    """Write a phrase as a sentence; a name of code at its beginning keeps its letters."""
+    first = text.partition(" ")[0].rstrip(":,;.")
+    is_name = any(mark in first for mark in "._") or ("-" in first and any(map(str.isdigit, first)))
+    return f"{text}." if is_name else f"{text[:1].upper()}{text[1:]}."
 
 
 def reasons(counts: Mapping[str, int]) -> str:

@@ -1,6 +1,7 @@
 """`tracefit transfer` on generated servers: from tables to a plan, its refusals, and calibration."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -136,6 +137,18 @@ def test_the_stand_alone_evaluator_agrees(new):
         }
         expected = models.predict_step(batch=batch, context=300, prefill=prefill).step.value_us
         assert evaluator.predict(model, row) == pytest.approx(expected, rel=1e-6)
+
+
+def test_no_refit_confirms_a_transfer(new, command):
+    code, _, error = command("verify", new)
+    assert code == 1
+    assert "is of a transfer, which no refit confirms; compare it with traces of the server" in error
+
+
+def test_the_report_of_a_transfer_names_code_as_it_is_and_says_what_is_missing(new):
+    report = (new / "report.md").read_text()
+    assert "There is no model `alpha.admission`: no source has a model of it." in report
+    assert not re.search(r"Alpha\.|Num_gpu|`None`", report)
 
 
 def test_the_largest_batch_of_the_sources_is_within_their_range(new):

@@ -12,7 +12,7 @@ from tracefit.fit.results import Missing, Overload, SummedTime
 from tracefit.reports.sentences import fraction, lead, least_exact, verdicts
 from tracefit.results.plans import ServerCapacity
 from tracefit.results.requests import RecordedLoad
-from tracefit.text import percent
+from tracefit.text import percent, sentence
 
 
 @pytest.fixture
@@ -146,7 +146,7 @@ def _criterion(measure, value, answer, *, higher=False, reason="as it is"):
 
 
 @pytest.mark.parametrize(
-    ("criterion", "sentence"),
+    ("criterion", "words"),
     [
         (
             _criterion("step_mape_pct", 14.23, "with limits"),
@@ -163,7 +163,7 @@ def _criterion(measure, value, answer, *, higher=False, reason="as it is"):
         ),
         (
             _criterion("step_extrapolated_pct", 25.6, "with limits"),
-            "A quarter of the held-out steps carried a load that was never trained on (at most 5 % needed).",
+            "25.6 % of the held-out steps carried a load that was never trained on (at most 5 % needed).",
         ),
         (_criterion("queue_wait_skill", None, "with limits", reason="not known"), "Not known."),
         (_criterion("another", 1.0, "no", reason="worded elsewhere"), "Worded elsewhere."),
@@ -173,10 +173,10 @@ def _criterion(measure, value, answer, *, higher=False, reason="as it is"):
         ),
     ],
 )
-def test_a_verdict_is_a_sentence(deployment, criterion, sentence):
+def test_a_verdict_is_a_sentence(deployment, criterion, words):
     verdict = Verdict(answer=criterion.answer, reasons=(), criteria=(criterion,))
     (one,) = verdicts(deployment.model_copy(update={"verdicts": {"simulation": verdict}})).uses
-    assert (one.use, one.answer, one.sentence) == ("simulation", criterion.answer, sentence)
+    assert (one.use, one.answer, one.sentence) == ("simulation", criterion.answer, words)
 
 
 def test_a_model_that_is_lost_says_why(deployment):
@@ -218,3 +218,18 @@ def test_fractions_are_words_where_one_is_near(pct, words):
 )
 def test_percentages_have_the_digits_that_mean_something(value, text):
     assert percent(value) == text
+
+
+@pytest.mark.parametrize(
+    ("phrase", "sentence_of_it"),
+    [
+        ("the law is the package's own", "The law is the package's own."),
+        ("alpha.queue_wait is not fitted", "alpha.queue_wait is not fitted."),
+        ("num_gpu_blocks 220,584 (worked out)", "num_gpu_blocks 220,584 (worked out)."),
+        ("qwen3-32b-tp4: 131 numbers have no record", "qwen3-32b-tp4: 131 numbers have no record."),
+        ("left-out blocks show it", "Left-out blocks show it."),
+        ("prompts. They are long", "Prompts. They are long."),
+    ],
+)
+def test_a_name_of_code_keeps_its_letters_at_the_beginning_of_a_sentence(phrase, sentence_of_it):
+    assert sentence(phrase) == sentence_of_it

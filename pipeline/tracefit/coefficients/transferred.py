@@ -31,7 +31,7 @@ from tracefit.features.law import (
 )
 from tracefit.features.training import definitions
 from tracefit.fit.fitted import target_of
-from tracefit.fit.results import LeftOutErrors
+from tracefit.fit.results import LeftOutErrors, Missing
 from tracefit.fit.transfer import DECODES, PROMPTS, as_run_by, part_of, thinned
 from tracefit.fit.validation import measure, skill
 from tracefit.models import schema
@@ -330,6 +330,7 @@ def evaluation_of(
     model: schema.Model,
     alpha: Sequence[schema.Model],
     across: Sequence[LeftOutErrors],
+    missing: tuple[Missing, ...],
     notes: tuple[str, ...],
 ) -> Evaluation:
     """Return the evaluation of a transfer: no run of the server was read."""
@@ -339,7 +340,7 @@ def evaluation_of(
         runs=(),
         models=models,
         verdicts=verdicts_of(models, Measurements()),
-        not_fitted=(),
+        not_fitted=missing,
         latency_missing="no request of this server was traced",
         timeline=_NO_TIMELINE,
         notes=notes,

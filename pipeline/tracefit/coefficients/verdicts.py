@@ -53,6 +53,8 @@ class Measure(msgspec.Struct, frozen=True):
     higher_is_better: bool = False
     needed: bool = True
     """Whether the answer is at best "with limits" if the model does not give it."""
+    unseen: str = ""
+    """Why there is a model and no number; a general reason if empty."""
 
 
 def _extrapolated_pct(entry: Validation, _: object) -> float | None:
@@ -86,7 +88,13 @@ def _wait_skill(entry: Validation, _: object) -> float | None:
 
 
 _of_steps = partial(Measure, STEP_MODELS)
-_of_waits = partial(Measure, (target_named("queue_wait").model,), unit="", higher_is_better=True)
+_of_waits = partial(
+    Measure,
+    (target_named("queue_wait").model,),
+    unit="",
+    higher_is_better=True,
+    unseen="no held-out request had to wait for room, so that the model of the queue is not tested",
+)
 _of_admission = partial(Measure, (target_named("admission").model,))
 MEASURES: dict[str, Measure] = {
     "replay_pct": _of_steps(
@@ -268,7 +276,8 @@ def _criterion(models: Mapping[str, Validation], measured: Measurements, thresho
         answer, reason = "no", f"{measure.models[0]} is not fitted"
     elif value is None:
         # The hold-out has no such rows: the model is neither confirmed nor refuted.
-        answer, reason = "with limits", f"{measure.what.removesuffix(':')}: the hold-out does not show it"
+        answer = "with limits"
+        reason = measure.unseen or f"{measure.what.removesuffix(':')}: the hold-out does not show it"
         if threshold.measure in _OF_REPLAYS:
             reason = "no run was replayed"
             if measured.replays:

@@ -198,7 +198,9 @@ def _warn_of_other_frames(
 ) -> None:
     """Name the models without figures: the tables have the training frames of the last training only."""
     for deployment in (one for one in evaluation.deployments if one.deployment_id in figures):
-        measured = [m.name for m in models_of(deployment, models) if m.validation and m.validation.holdout.n]
+        # A model of a transfer has errors on other servers: no rows of this one.
+        own = [m for m in models_of(deployment, models) if m.transfer is None]
+        measured = [m.name for m in own if m.validation and m.validation.holdout.n]
         if without := [name for name in measured if name not in figures[deployment.deployment_id].models]:
             progress.warn(
                 f"{', '.join(without)}: no figures, the tables hold the training rows of another training; train again"

@@ -37,6 +37,7 @@ from tracefit.features.training import MOST_TOO_FAST
 from tracefit.fit.deployments import fit_deployment, with_seen_limits
 from tracefit.fit.fitted import DeploymentOptions, target_of
 from tracefit.fit.points import FEWEST_POINTS, point_rows
+from tracefit.fit.results import Missing
 from tracefit.fit.transfer import (
     FASTER,
     FEWEST_STEPS,
@@ -80,7 +81,7 @@ from tracefit.server.settings import SPECULATION, merge, settings_from
 from tracefit.tables.disk import write_files
 from tracefit.tables.points import points_stated
 from tracefit.tables.store import TableStore
-from tracefit.text import percent, plural
+from tracefit.text import percent, plural, reasons
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
@@ -683,9 +684,10 @@ def _notes(found: _Found) -> Iterator[str]:
     yield from found.about
     made = found.calibration
     if made is not None and made.used:
+        others = f" ({reasons(made.left_out)} left out)" if made.left_out else ""
         yield (
-            f"drawn to {made.rows.rows.height:,} {found.drawn_to} of this server: {percent(made.before.mape_pct)} % "
-            f"off before, {percent(made.after.mape_pct)} % on left-out blocks of them after"
+            f"drawn to {made.rows.rows.height:,} {found.drawn_to} of this server{others}: the error on blocks of time "
+            f"that were left out was {percent(made.before.mape_pct)} % before, and is {percent(made.after.mape_pct)} %"
         )
     elif found.doubts:
         yield f"untested: {'; '.join(found.doubts)}; the interval is the widest known"
@@ -758,7 +760,10 @@ def _evaluation(found: _Found, step: schema.Model, alpha: Sequence[schema.Model]
     """Return the evaluation of a transfer, or of an own fit that is taken instead, with the models that it borrows."""
     fitted = found.own.fitted
     if fitted is None or not found.own.is_better:
-        return evaluation_of(found.target.deployment_id, step, alpha, found.across, notes)
+        missing = tuple(
+            Missing(one.name, one.reason, one.remedy) for one in _missing(found.target.deployment_id, alpha)
+        )
+        return evaluation_of(found.target.deployment_id, step, alpha, found.across, missing, notes)
     evaluation = publish.evaluate([fitted], fitted.tables.runs)
     (entry,) = evaluation.deployments
     models = {model.name: model.validation for model in alpha if model.validation is not None} | entry.models

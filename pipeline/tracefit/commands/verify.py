@@ -58,7 +58,7 @@ def verify(
 
     Raises:
         UsageError: The file or the folder is not valid.
-        DataError: The file does not state how it was made.
+        DataError: The file does not state how it was made, or is of a transfer.
 
     Examples:
         >>> import tracefit
@@ -66,15 +66,21 @@ def verify(
         True
     """
     path = find_models(file)
+    documents = {one: read_coefficients(one) for one in coefficient_paths(path)}
+    if any(one.provenance and one.provenance.options.get("command") == "transfer" for one in documents.values()):
+        raise DataError(
+            "is of a transfer, which no refit confirms",
+            where=str(path),
+            hint="compare it with traces of the server: `tracefit compare MODELS TABLES`",
+        )
     store = trained_tables(path, tables)
     progress = progress or NullProgress()
     fitted: _Fitted = {}
     if not path.is_dir():
         return _verify_file(path, store, features, progress, fitted)
-    files = coefficient_paths(path)
     # Where no alpha model, or no beta model, could be fitted its file says so and holds no number.
-    filled = [one for one in files if read_coefficients(one).models]
-    return _together(path, [_verify_file(one, store, features, progress, fitted) for one in filled or files])
+    filled = [one for one, document in documents.items() if document.models]
+    return _together(path, [_verify_file(one, store, features, progress, fitted) for one in filled or documents])
 
 
 def _together(folder: Path, results: list[VerifyResult]) -> VerifyResult:

@@ -232,7 +232,7 @@ _MEASURED: Mapping[str, Callable[[float], str]] = {
     "step_bias_pct": lambda v: f"summed over time, steps are off by {percent(v)} %",
     "step_skill": _skill("the model"),
     "step_extrapolated_pct": lambda v: (
-        f"{fraction(v)} of the held-out steps carried a load that was never trained on"
+        f"{percent(v)} % of the held-out steps carried a load that was never trained on"
         if v
         else "every held-out step carried a load that was trained on"
     ),

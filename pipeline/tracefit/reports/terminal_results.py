@@ -476,9 +476,11 @@ def transfer_text(result: models.TransferResult) -> str:
     sources.
     """
     head = ("left out", "error %", "prompts %", "nearest %", "roofline %", "own fit %", "covered %")
+    names = Counter(one.left_out for one in result.left_out)
     rows = [
         (
-            one.left_out,
+            # Two servers with one GPU, or of one model.
+            one.deployment_id.rpartition(".")[0] if names[one.left_out] > 1 else one.left_out,
             *map(
                 number,
                 (

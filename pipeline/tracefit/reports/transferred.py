@@ -10,7 +10,7 @@ from tracefit.models.targets import is_step_model
 from tracefit.reports.document import Bullets, Report, kept, section, table, table_of
 from tracefit.reports.facts import expected_within
 from tracefit.reports.sentences import verdicts
-from tracefit.text import count, number, percent, plural
+from tracefit.text import count, number, percent, plural, sentence
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -70,7 +70,7 @@ def transferred_report(
     borrowed = [m for m in alpha.models if m.transfer is not None]
     parts = kept(
         verdicts(deployment),
-        Bullets(tuple(f"{text[:1].upper()}{text[1:]}." for text in model.notes)),
+        Bullets(tuple(map(sentence, model.notes))),
         section("Errors on servers that were left out", _LEFT_OUT_TEXT, table_of(evaluation.across, _FOLD_COLUMNS)),
         _calibration(transfer),
         section("The law", _LAW + _priors(transfer), _law(transfer)),
@@ -108,7 +108,7 @@ def _pct(errors: Metrics | None) -> str:
 
 _FOLD_COLUMNS: dict[str, Callable[[LeftOutErrors], str]] = {
     "left out": lambda one: one.left_out,
-    "deployment": lambda one: f"`{one.deployment_id}`",
+    "deployment": lambda one: f"`{one.deployment_id}`" if one.deployment_id else "-",
     "mean error %": lambda one: _pct(one.errors),
     "without prompts %": lambda one: _pct(one.by_phase.get("decodes")),
     "with prompts %": lambda one: _pct(one.by_phase.get("prompts")),
