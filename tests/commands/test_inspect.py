@@ -216,7 +216,7 @@ def test_prefix_hits_need_snapshots_with_prompt_lengths(tmp_path, new_traces, al
         one.steps(one.summary(1, 1200), one.snapshot(1, 1250, "cmpl-1-0-00000000", **more))
         verdicts[name] = allows(inspect([one.write(tmp_path / name)]))["prefix hits"]
     assert verdicts["without"].reason == "1 snapshots, none with request.effective_prompt_len"
-    assert (verdicts["with"].verdict, verdicts["with"].reason) == ("yes", "known of 1 requests")
+    assert (verdicts["with"].verdict, verdicts["with"].reason) == ("yes", "known for 1 request")
 
 
 @pytest.mark.slow

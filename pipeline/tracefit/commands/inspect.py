@@ -50,6 +50,7 @@ from tracefit.tables.health import Check, health_checks
 from tracefit.tables.runs import are_stock, step_counters
 from tracefit.tables.sources import ADJACENT, REQUEST_SOURCE, SOURCES, is_from
 from tracefit.tables.store import TableStore
+from tracefit.text import plural
 from tracefit.timeline import (
     clock_disagreements,
     events_of,
@@ -345,7 +346,7 @@ def _composition(e: Evidence, hits: Mapping[str, float]) -> _Judgement:
     if e["complete_runs"] and e["complete_runs"] == e["runs"]:
         agree = f"{_share(e['agreeing_steps'], e['compared_steps'])} of sampled steps agree with their summary"
         counted = "the times of the requests (assumed: every request has a span)"
-        source = counted if e[REQUEST_SOURCE.name] else "complete journeys"
+        source = counted if e[REQUEST_SOURCE.name] else _complete(e)
         return "yes", f"every step, from {source}" + (f"; {agree}" if e["compared_steps"] else "")
     if e["logged_steps"] and e["logged_steps"] == e["timeline_steps"]:
         return "yes", "every step, from the lines of the log"
@@ -375,13 +376,18 @@ def _context(e: Evidence) -> _Judgement:
     return "yes" if e["steps_with_context"] == e["timeline_steps"] else "limited", known
 
 
+def _complete(e: Evidence) -> str:
+    """Name the requests that are known from begin to end."""
+    return "complete journeys" if e["instrumented_runs"] else "the span of every request"
+
+
 def _queue_state(e: Evidence) -> _Judgement:
     if 0 < e["requests"] == e["requests_of_clients"]:
         return "no", "a client does not see what waits in the server"
     if e["complete_runs"] and e["complete_runs"] == e["runs"]:
         return (
             "yes",
-            f"exact, from {'steps counted from requests' if e[REQUEST_SOURCE.name] else 'complete journeys'}",
+            f"exact, from {'steps counted from requests' if e[REQUEST_SOURCE.name] else _complete(e)}",
         )
     if e["steps"]:
         return (
@@ -419,7 +425,7 @@ def _prefix_hits(e: Evidence, hits: Mapping[str, float]) -> _Judgement:
         )
         return "no", f"they show in the times, and no span names them; {effect}; {NO_PREFIX_CACHE}"
     if e["requests_with_cache"]:
-        return "yes", f"known of {e['requests_with_cache']:,} requests"
+        return "yes", f"known for {plural(e['requests_with_cache'], 'request')}"
     if e["snapshots"]:
         return "no", f"{e['snapshots']:,} snapshots, none with request.effective_prompt_len"
     return "no", f"no snapshots; {SNAPSHOT_FLAG}" if e["instrumented_runs"] else NOT_OF_STOCK

@@ -160,6 +160,8 @@ class Contents(msgspec.Struct, frozen=True):
         if self.recording is not None:
             encoding = f"{self.recording.title} ({str(self.encoding).upper()})"
         words = _SHAPE_WORDS[self.shape].format(encoding)
+        if self.recording is not None and self.encoding == "text":
+            words = self.recording.title  # lines of text, as it says
         if self.compression == "framed zstd" and self.encoding:
             words = f"length-prefixed zstd of {encoding}"
         if self.known:

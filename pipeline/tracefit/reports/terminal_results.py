@@ -310,11 +310,11 @@ def _run(run: traces.RunFacts) -> str:
             for f in run.files
         ),
         ("service", ", ".join(run.services) or "not named"),
-        *(("scope", f"{s.scope}, {s.spans:,} spans, dialect {s.dialect}") for s in run.scopes),
-        *(("scope", f"{scope}, {spans:,} spans, not read") for scope, spans in run.other_scopes.items()),
-        ("rejects", f"{run.rejects:,} records could not be read" if run.rejects else ""),
+        *(("scope", f"{s.scope}, {plural(s.spans, 'span')}, dialect {s.dialect}") for s in run.scopes),
+        *(("scope", f"{scope}, {plural(spans, 'span')}, not read") for scope, spans in run.other_scopes.items()),
+        ("rejects", f"{plural(run.rejects, 'record')} could not be read" if run.rejects else ""),
         *(("implausible", f"{n:,} left out: {rule}") for rule, n in run.implausible.items()),
-        ("duplicates", f"{run.duplicate_spans:,} spans" if run.duplicate_spans else ""),
+        ("duplicates", plural(run.duplicate_spans, "span") if run.duplicate_spans else ""),
     ]
     events = [(name, f"{n:,}") for name, n in run.events.items()]
     checks = [(c.name, f"{c.held:,} of {c.of:,}") for c in run.checks if c.of]
@@ -341,13 +341,11 @@ def _server(s: traces.ServerFacts) -> str:
         date = f"{datetime.fromtimestamp(first / 1e9, UTC):%Y-%m-%d %H:%M:%S} UTC"
         time = f"{date if first >= FIRST_DATE_NS else 'no date'}, {(last - first) / 1e9:,.1f} s"
     counts = f"{plural(s.epochs, 'epoch')}, {plural(s.requests, 'request')}, {plural(s.steps, 'step')}"
-    rates = (
-        f"steps {share(s.step_sampling)}, journeys {share(s.journey_sampling)}, snapshots {share(s.snapshot_sampling)}"
-    )
+    sampled = {"steps": s.step_sampling, "journeys": s.journey_sampling, "snapshots": s.snapshot_sampling}
+    # Kinds that are not traced at all are in the table below.
+    rates = ", ".join(f"{what} {share(rate)}" for what, rate in sampled.items() if rate)
     dropped = plural(s.dropped_events, "dropped event")
-    # Without steps, no span states the rate at which requests are sampled.
-    known = s.steps or s.journey_sampling is not None
-    return f"server {s.server}: {time}\n  {counts}, {dropped}" + (f"\n  sampled: {rates}" if known else "")
+    return f"server {s.server}: {time}\n  {counts}, {dropped}" + (f"\n  sampled: {rates}" if rates else "")
 
 
 def _allowed(deployment: traces.DeploymentInspection) -> str:
