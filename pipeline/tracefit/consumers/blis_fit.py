@@ -333,12 +333,11 @@ def _with_terms(source: Source, frame: pl.DataFrame) -> pl.DataFrame:
     context = source.deployment.context
     if context.architecture is None or context.gpu is None:
         lacking = "config.json" if context.architecture is None else "GPU"
+        option = "model_config" if context.architecture is None else "gpu"
+        what = "" if context.architecture is None else ": a name, or a JSON file with a device's rates"
         raise DataError(
             f"BLIS's step terms need the model's config.json and the GPU; the {lacking} is not known",
-            hint=(
-                f"ingest the run again with {named(ServerOptions, 'model_config')} and "
-                f"{named(ServerOptions, 'gpu')}: a name, or a JSON file with a device's rates"
-            ),
+            hint=f"ingest the run again with {named(ServerOptions, option)}{what}",
         )
     tp = context.settings.tensor_parallel or 1
     # Unknown counts are null in BLIS's terms as well, and such steps are left out.

@@ -273,8 +273,10 @@ def choose_form(first: Candidate, *others: Candidate) -> tuple[Candidate, ...]:
             winner = other
     is_best = winner.inside_mae == min(c.inside_mae for c in candidates)
     why = "smallest error" if is_best else f"no other form removes more than {100 * MIN_GAIN:.0f} % of its error"
-    errors = f"where {winner.name} has {winner.inside_mae:.4g} us"
-    reasons = [why if c is winner else f"error {c.inside_mae:.4g} us, {errors}" for c in candidates]
+    smallest = f"{winner.inside_mae:.4g} us"
+    errors = [f"{c.inside_mae:.4g} us" for c in candidates]
+    against = [f"error {e}, where {winner.name} has {smallest}" if e != smallest else f"error {e} too" for e in errors]
+    reasons = [why if c is winner else text for c, text in zip(candidates, against, strict=True)]
     return tuple(replace(c, chosen=c is winner, reason=r) for c, r in zip(candidates, reasons, strict=True))
 
 

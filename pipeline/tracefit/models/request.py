@@ -290,7 +290,7 @@ class RequestComposer:
         """Predict a duration around the steps, null without a model; if `noted`, keep it with its notes."""
         model = self.models.models.get(target.model)
         if model is None:
-            self.assumed.append(f"no model {target.model}: left out with what needs it")
+            self.assumed.append(f"no model {target.model}: this time is not predicted, nor is what includes it")
             return None
         compiled = self.models.compiled(model)
         given = {**self.models.known_settings(compiled), **inputs, **self.features}

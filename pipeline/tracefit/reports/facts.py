@@ -69,6 +69,8 @@ def worse_than_median(
 
 def not_fitted(models: Sequence[str], reason: str, remedy: str | None) -> Fact:
     """Say which models are missing, for what reason, and what gives them."""
+    if len(models) > 1 and remedy:
+        remedy = remedy.replace(" gives it", " gives them")
     verb = "was" if len(models) == 1 else "were"
     return Fact(", ".join(models), f" {verb} not fitted: {reason}{f'; {remedy}' if remedy else ''}")
 

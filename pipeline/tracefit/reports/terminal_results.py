@@ -741,11 +741,12 @@ def arrivals_text(arrivals: PlannedArrivals) -> str:
         f"dispersion {number(arrivals.traced_dispersion)}, of a Poisson process 1 ± "
         f"{number(2 * arrivals.traced_dispersion_sd)}"
     )
+    if arrivals.kind == "traced":
+        return f"{used}: blocks of the gaps that were recorded within stretches of steady rate ({seen})"
     differ = "differ from these by no more than chance" if arrivals.kind == "poisson" else "have bursts"
     if arrivals.kind == "gamma" and arrivals.traced_dispersion < 1:
         differ = "are more regular than chance"
-    differ = "" if arrivals.kind == "traced" else f" {differ}"
-    return f"{used} at a steady rate: the recorded ones, within stretches of steady rate,{differ} ({seen})"
+    return f"{used} at a steady rate: the recorded ones, within stretches of steady rate, {differ} ({seen})"
 
 
 def _answer(plan: ServerPlan, servers: int) -> str:
@@ -828,6 +829,7 @@ def compare_text(result: models.CompareResult) -> str:
             lines += [
                 "replayed: the new requests, with the file's models and the stated settings",
                 "at its speeds: the same at the speeds that the machine has in the new run",
+                "good: within the limit of the replay, or of the nearest one at its speeds",
             ]
         lines += [
             "in the file: the larger of its errors in training and on held-out rows",
