@@ -123,6 +123,14 @@ def test_deployments_with_one_name_show_runs_and_settings():
     }
 
 
+def test_the_recording_that_may_give_a_yes_is_said():
+    for minutes, words in ((12, "for a yes: record 12 minutes as the report says"), (1, "record 1 minute as")):
+        deployments = (DeploymentSummary("deployment", ("busy",), {}, minutes),)
+        assert words in train_text(_trained(MODEL, deployments=deployments))
+    none = (DeploymentSummary("deployment", ("busy",), {}),)
+    assert "for a yes" not in train_text(_trained(MODEL, deployments=none))
+
+
 def test_served_latencies_are_above_the_errors():
     """In milliseconds, of a run whose first token came in 12.5 ms at the median; of several runs the largest ones."""
     ms = Quantiles(90, 0.02, 0.0125, 0.0391, 0.25)

@@ -45,6 +45,7 @@ def train_result(
         report: Folder of the evaluation and the report.
         tables: Folder of the tables.
     """
+    advice = {s.deployment_id: int(s.record.minutes) if s.record else None for s in evaluation.deployments}
     return TrainResult(
         models=models,
         files=(),
@@ -73,6 +74,7 @@ def train_result(
                 s.deployment.deployment_id,
                 publish.runs_of(s),
                 {name: str(value) for name, value in s.deployment.context.settings.values().items()},
+                advice[s.deployment.deployment_id],
             )
             for s in deployments
         ),

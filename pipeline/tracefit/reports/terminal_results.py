@@ -137,6 +137,7 @@ def _deployments(result: TrainResult) -> list[str]:
     runs = {s.deployment_id: s.runs for s in result.deployments}
     head = ("model", "median error", "P90", "MAE us", "baseline us", "held out")
     lines: list[str] = []
+    record_minutes = {s.deployment_id: s.record_minutes for s in result.deployments}
     known = [m.deployment_id for m in result.fitted] + [m.deployment_id for m in result.not_fitted]
     for deployment_id in dict.fromkeys([*labels, *known]):
         label = labels.get(deployment_id, DeploymentLabel(deployment_id))
@@ -158,6 +159,8 @@ def _deployments(result: TrainResult) -> list[str]:
             reason = result.reasons.get(deployment_id, {}).get(use)
             uses.setdefault(answer if answer == "yes" or not reason else f"{answer}, {reason}", []).append(use)
         lines += [_noted(f"{', '.join(same)}: {verdict}") for verdict, same in uses.items()]
+        if minutes := record_minutes.get(deployment_id):
+            lines.append(_noted(f"for a yes: record {plural(minutes, 'minute')} as the report says (What to record)"))
         lines += [
             _noted(not_fitted(m.models, m.reason, m.remedy).line)
             for m in result.not_fitted

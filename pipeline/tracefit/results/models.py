@@ -26,6 +26,8 @@ class DeploymentSummary:
     deployment_id: str
     runs: tuple[str, ...]
     settings: dict[str, str]
+    record_minutes: int | None = None
+    """Length of the recording that may give a yes on every use, as the report prescribes it; null if none may."""
 
 
 @dataclass(frozen=True, slots=True)
