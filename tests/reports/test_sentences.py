@@ -8,6 +8,7 @@ import pytest
 
 from tracefit.coefficients.documents import Criterion, Verdict
 from tracefit.coefficients.files import read_evaluation
+from tracefit.coefficients.verdicts import machine_words
 from tracefit.fit.results import Missing, Overload, SummedTime
 from tracefit.reports.sentences import fraction, lead, least_exact, verdicts
 from tracefit.results.plans import ServerCapacity
@@ -233,3 +234,15 @@ def test_percentages_have_the_digits_that_mean_something(value, text):
 )
 def test_a_name_of_code_keeps_its_letters_at_the_beginning_of_a_sentence(phrase, sentence_of_it):
     assert sentence(phrase) == sentence_of_it
+
+
+@pytest.mark.parametrize(
+    ("measure", "words"),
+    [
+        ("replay_pct", "its speed varies by 5 %"),
+        ("step_bias_pct", "its speed changed by 5 %"),
+        ("step_p90_ape_pct", "by itself it puts steps 5 % off"),
+    ],
+)
+def test_the_noise_of_a_machine_says_what_it_does(measure, words):
+    assert machine_words(measure, 5.0) == f"this machine is too noisy for that ({words}), and no recording will help"

@@ -309,8 +309,11 @@ def _criterion(models: Mapping[str, Validation], measured: Measurements, thresho
 
 def machine_words(measure: str, machine_pct: float) -> str:
     """Say that a machine's noise explains the value of a measure."""
-    noise = "" if measure.endswith("ape_pct") else "its speed changed by "
-    return f"this machine is too noisy for that ({noise}{number(machine_pct)} %), and no recording will help"
+    pct = f"{number(machine_pct)} %"
+    noise = f"its speed {'varies' if measure in _OF_REPLAYS else 'changed'} by {pct}"
+    if measure.endswith("ape_pct"):
+        noise = f"by itself it puts steps {pct} off"
+    return f"this machine is too noisy for that ({noise}), and no recording will help"
 
 
 def override(texts: Iterable[str]) -> tuple[Threshold, ...]:
