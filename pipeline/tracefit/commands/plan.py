@@ -103,8 +103,6 @@ _ROUTED = {
     "random": "requests go to servers at random, as behind a plain load balancer",
     "round_robin": "requests go to servers in turn",
 }
-_MOST_LIKELY = 2
-"""Replays of numbers of servers that may be enough."""
 MOST_DEPLOYMENTS = 4
 """Deployments for whose rates a training waits: each takes some seconds."""
 _SHARES_OF_A_REPORT = (0.15, 0.55, 0.8, 1.0)
@@ -600,13 +598,11 @@ def _fewest(fleet: Fleet, curve: Curve, rate: float, objectives: Sequence[Object
         return None
     servers, curve = found
     is_sure = curve.largest_rate(objectives, high=True) * servers >= rate * (1 - 1e-9)
-    # A replay of as many confirms the number that may be enough.
-    for _ in range(_MOST_LIKELY):
-        likely = _servers(curve.largest_rate(objectives), rate, servers)
-        if curve.has_anchor(rate / likely):
-            break
-        curve = anchored(fleet, likely, curve, rate / likely, ANSWER_REQUESTS)
     likely = _servers(curve.largest_rate(objectives), rate, servers)
+    if not (curve.has_anchor(rate / likely) or curve.is_saturated(np.array([rate / likely]))[0]):
+        # A replay of as many says whether they may be enough; near the capacity none does.
+        curve = anchored(fleet, likely, curve, rate / likely)
+        likely = _servers(curve.largest_rate(objectives), rate, servers)
     low = _servers(curve.largest_rate(objectives, high=False), rate, likely)
     return _Fewest(servers, likely, low, is_sure, curve)
 

@@ -745,7 +745,7 @@ def arrivals_text(arrivals: PlannedArrivals) -> str:
         f"{number(2 * arrivals.traced_dispersion_sd)}"
     )
     if arrivals.kind == "traced":
-        return f"{used}: blocks of the gaps that were recorded within stretches of steady rate ({seen})"
+        return f"{used} at a steady rate: blocks of the gaps that were recorded within such stretches ({seen})"
     differ = "differ from these by no more than chance" if arrivals.kind == "poisson" else "have bursts"
     if arrivals.kind == "gamma" and arrivals.traced_dispersion < 1:
         differ = "are more regular than chance"
