@@ -76,6 +76,14 @@ def test_each_window_has_as_many_servers_as_keep_up(constant, csv):
     assert [w.rate_per_s for w in found.windows] == pytest.approx([50, 190, 0, 100], rel=0.01)
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_the_window_that_decides_needs_as_many_as_the_day(constant, csv, seed):
+    """Windows so near to what a number of servers carries that their own replays may say less."""
+    found = day_of(constant(ci95=(900.0, 1100.0)), csv(arrivals((78, 150, 158), seed=seed)))
+    assert found.windows[found.binding].servers == max(w.servers for w in found.windows) == found.servers
+    assert max(w.servers_likely for w in found.windows) == found.servers_likely
+
+
 def test_a_burst_within_a_window_decides(constant, csv):
     """A second of 150 on top of 20 a second: on one server 90 of them wait for up to 1.1 s, on two hardly one does."""
     at_s = np.sort(np.concatenate([arrivals((20,)), 4 + arrivals((150,), seconds=1, seed=1)]))

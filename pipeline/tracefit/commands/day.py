@@ -138,10 +138,13 @@ def with_day(
     plan = replace(plan, load=PlannedLoad(f"{what} of {day.file}", *lengths))
     if all(one is None for one, w in zip(likely, search.windows, strict=True) if w.requests):
         return replace(plan, reason=_too_slow(search))
-    sure = _sure(search, likely, *search.for_the_day(likely, "likely"))
-    # A window by itself may need another number by chance than with the requests that really come before it.
+    of_the_day, binding = search.for_the_day(likely, "likely")
+    sure = _sure(search, likely, of_the_day, binding)
+    # A window by itself may need another number by chance than with the requests that really come before it: none needs
+    # more than the day, and the one that decides needs as many.
     each = [one if one is None else min(one, sure.servers) for one in sure.each]
-    likely = [one if one is None else min(one, sure.likely) for one in likely]
+    likely = [one if one is None else min(one, of_the_day) for one in likely]
+    each[sure.binding], likely[binding] = sure.servers, of_the_day
     ready, scaler, holds = _scaler(search, each, sure.end, day.options)
     answer = DayPlan(
         file=day.file,
