@@ -52,6 +52,7 @@ from tracefit.replay.plan import (
     largest_rate,
     plan_point,
     plan_points,
+    with_anchors,
 )
 from tracefit.reports.document import Report
 from tracefit.reports.figures.day import day_figure
@@ -542,6 +543,7 @@ def _with_servers(plan_: ServerPlan, fleet: Fleet, asked: PlanQuestion, errors: 
             largest_rate_per_s=servers * most.value or None,
             largest_rate_high=servers * most.high or None,
         )
+        curve = with_anchors(curve, most.curve.anchors)
         if rate is None:
             curve, rate = most.curve, servers * most.value
             if not rate:
@@ -618,8 +620,11 @@ def _reconciled(plan_: ServerPlan, at: PlanPoint, curve: Curve, asked: PlanQuest
     low, value, high = (end or 0.0 for end in ends)
     latencies = [(at.latency(o.name), o.limit_ms) for o in objectives]
     if all(one.keeps_to(limit) for one, limit in latencies):
-        is_sure = all(one.high is not None and one.high <= limit for one, limit in latencies)
-        low, value = max(low, rate if is_sure else 0.0), max(value, rate)
+        value = max(value, rate)
+        if all(one.high is not None and one.high <= limit for one, limit in latencies):
+            low = max(low, rate)
+        elif low > rate:
+            low = servers * curve.largest_rate(objectives, high=True)
     elif value > rate:
         value = servers * curve.largest_rate(objectives)
     return replace(
@@ -829,7 +834,8 @@ def _requests(
             notes.append(f"{lost} of {rows.height} requests are longer than max_model_len: the server refuses them")
         rows = fit
     if not rows.height:
-        raise UsageError("no request is left to plan for", hint=_give_requests())
+        too_long = f": every one is longer than max_model_len, {longest:,} tokens" if notes else ""
+        raise UsageError(f"no request is left to plan for{too_long}", hint=_give_requests())
     arrivals, gaps = _arrivals(engines, options)
     rows = _with_hits(rows, options.prefix_hits, settings)
     share = 100 * float(rows.select(pl.col("cached").sum() / pl.col("prompt").sum()).item())

@@ -58,6 +58,8 @@ replays of 6,000 to 12,000, which the interval has to hold; with the waits of th
 
 LOAD_SHARES = (0.15, 0.35, 0.55, 0.7, 0.8, 0.88, 0.95, 1.0)
 """Rates of a curve, as shares of the capacity."""
+_IDLE_SHARE = 0.01
+"""Share of the capacity at which hardly any request meets another one."""
 SATURATED = 0.95
 """Share of the capacity above which a queue's length is that of the capacity's own error: some percent of it decide
 whether the queue grows, and nothing bounds the latency from above."""
@@ -800,6 +802,22 @@ def anchored(fleet: Fleet, servers: int, curve: Curve, rate: float, requests: in
     return Curve([*curve.shape, *new], curve.errors, [*anchors.values()])
 
 
+def from_idle(fleet: Fleet, servers: int, curve: Curve, borne: Callable[[Curve], float]) -> Curve:
+    """Return a curve that says whether any rate is borne, if the short replays of the given one say that none is: with
+    a longer replay at its lowest rate, and one of servers that are nearly always idle.
+    """
+    for share in (LOAD_SHARES[0], _IDLE_SHARE):
+        if borne(curve):
+            break
+        curve = anchored(fleet, servers, curve, share * fleet.capacity)
+    return curve
+
+
+def with_anchors(curve: Curve, more: Sequence[Simulated]) -> Curve:
+    """Return a curve through the longer replays of another one too."""
+    return Curve(curve.shape, curve.errors, [*{a.rate: a for a in (*more, *curve.anchors)}.values()])
+
+
 def fewest_servers(
     fleet: Fleet, curve: Curve, rate: float, borne: Callable[[Curve], float]
 ) -> tuple[int, Curve] | None:
@@ -813,6 +831,7 @@ def fewest_servers(
         borne: Returns the largest rate that one server of a curve bears; 0 if none.
     """
     tried = set[int]()
+    curve = from_idle(fleet, 1, curve, borne)
     while each := min(borne(curve), fleet.capacity):
         enough = math.ceil(rate / each - 1e-9)
         # This number and the one below it each get a replay that says whether they are enough.
@@ -820,9 +839,8 @@ def fewest_servers(
         servers = less if enough in tried else enough
         if servers in tried or len(tried) == _MOST_ANCHORS:
             return enough, anchored(fleet, enough, curve, rate / enough, ANSWER_REQUESTS)
-        # Most often the first number is the answer, whose replay is then done.
-        requests = ANSWER_REQUESTS if servers == enough else ANCHOR_REQUESTS
-        curve = anchored(fleet, servers, curve, rate / servers, requests)
+        # The replay of the answer to these servers at this rate: the same question has one answer.
+        curve = anchored(fleet, servers, curve, rate / servers, ANSWER_REQUESTS)
         tried.add(servers)
     return None
 
@@ -862,11 +880,14 @@ def largest_rate(
 
 def _largest_rate(fleet: Fleet, servers: int, errors: Mapping[str, float], objective: Objective) -> LargestRate:
     curve, only = curve_of(fleet, servers, errors), (objective,)
+    curve = from_idle(fleet, servers, curve, lambda one: one.largest_rate(only))
     for _ in range(_MOST_RATES):
         rate = curve.largest_rate(only)
         if rate <= 0 or curve.has_anchor(rate):
             break
         curve = anchored(fleet, servers, curve, rate)
+    if curve.largest_rate(only) > 0:
+        curve = from_idle(fleet, servers, curve, lambda one: one.largest_rate(only, high=True))
     value = curve.largest_rate(only)
     low, high = (curve.largest_rate(only, high=end) for end in (True, False))
     return LargestRate(min(low, value), value, max(high, value), curve)
