@@ -19,6 +19,7 @@ from tracefit.synth.options import LengthMix
 
 RUNS = Path(__file__).parents[2] / "fixtures" / "runs"
 MODEL, GPU = "llama-8b", "H100"
+LIMIT = SynthOptions().max_num_seqs
 
 
 def _generate(folder, tp, *, model=MODEL, gpu=GPU, seed=0, requests=80, **law):
@@ -276,6 +277,17 @@ def test_some_steps_of_the_server_lift_the_refusal(servers, tmp_path):
     truth = tracefit.run(str(slow), tmp_path / "truth", options=tracefit.TrainOptions(fast=True))
     own = tracefit.load(truth.trained.models).predict_step(batch=8, context=300).step.value_us
     assert step == pytest.approx(own, rel=0.06)
+
+
+@pytest.mark.slow
+def test_limits_that_the_traces_state_are_those_of_the_server(servers, tmp_path):
+    """Else they are vLLM's defaults, 1,024 requests on an H100, and a plan has twice the capacity."""
+    runs, out = servers
+    server = tracefit.ServerOptions(model_config=runs[2] / "config.json", gpu=GPU, tp=2)
+    for name, traces, limit in (("without", None, 1024), ("with", str(runs[2]), LIMIT)):
+        tracefit.transfer(out, tmp_path / name, server=server, calibrate=traces)
+        (model,) = json.loads((tmp_path / name / "beta.json").read_text())["models"]
+        assert model["deployment"]["settings"]["max_num_seqs"] == limit
 
 
 @pytest.mark.slow

@@ -100,6 +100,10 @@ _NEAR_CAPACITY = (
     "percent of the capacity, which the models do not know so well, and latencies other than ITL have no high end"
 )
 _NOT_SURE = "no number of servers is sure to be enough: at the high end of the interval the objectives hold nowhere"
+_NOT_BELOW = (
+    "the objectives hold at {rate} requests per second and not at some lower rates: the largest rate is the one up to "
+    "which they hold at every lower one"
+)
 _ROUTED = {
     "random": "requests go to servers at random, as behind a plain load balancer",
     "round_robin": "requests go to servers in turn",
@@ -620,6 +624,9 @@ def _reconciled(plan_: ServerPlan, at: PlanPoint, curve: Curve, asked: PlanQuest
     low, value, high = (end or 0.0 for end in ends)
     latencies = [(at.latency(o.name), o.limit_ms) for o in objectives]
     if all(one.keeps_to(limit) for one, limit in latencies):
+        if 0 < high < rate:
+            # With fuller batches a percentile may fall again.
+            return replace(plan_, notes=(_NOT_BELOW.format(rate=number(rate)), *plan_.notes))
         value = max(value, rate)
         if all(one.high is not None and one.high <= limit for one, limit in latencies):
             low = max(low, rate)

@@ -94,6 +94,7 @@ if TYPE_CHECKING:
     from tracefit.fit.transfer import Calibration, Fold, Kind, Law, TransferErrors, Wider
     from tracefit.models.validation import Metrics
     from tracefit.server.context import Deployment, RunContext
+    from tracefit.server.settings import ServerSettings
 
 _KIND_TEXTS: dict[str, str] = {
     "tensor_parallel": "another tensor parallelism of the same model and GPU",
@@ -523,7 +524,8 @@ def _with_calibration(
     if points_stated(store.read("runs", None), only=True):
         steps, tables = _points_of(store, found.target, str(traces)), None
     else:
-        steps, tables = _steps_of(store, found.target, str(traces))
+        steps, tables, target = _steps_of(store, found.target, str(traces))
+        found = replace(found, target=target)
     what: Literal["steps", "points"] = "points" if tables is None else "steps"
     fewest = FEWEST_POINTS if tables is None else FEWEST_STEPS
     made = calibrate(found.law, steps, found.expected, fewest=fewest)
@@ -577,8 +579,8 @@ def _points_of(store: TableStore, target: Deployment, where: str) -> LawRows:
     )
 
 
-def _steps_of(store: TableStore, target: Deployment, where: str) -> tuple[LawRows, DeploymentTables]:
-    """Return the steps of a server in some tables, and the tables.
+def _steps_of(store: TableStore, target: Deployment, where: str) -> tuple[LawRows, DeploymentTables, Deployment]:
+    """Return the steps of a server in some tables, the tables, and the server with the settings that they state.
 
     Raises:
         UsageError: No run is of it, or the runs are of several deployments of its model, GPU and tensor parallelism.
@@ -595,9 +597,27 @@ def _steps_of(store: TableStore, target: Deployment, where: str) -> tuple[LawRow
                 "have to be those of the new server"
             ),
         )
-    _, members = of_server[0]
+    deployment, members = of_server[0]
+    target = _with_stated(target, deployment.context.settings)
     tables = _tables_of(store, runs, members)
-    return law_rows(target, tables), tables
+    return law_rows(target, tables), tables, target
+
+
+def _with_stated(target: Deployment, stated: ServerSettings) -> Deployment:
+    """Return the server with the settings that its own traces state, where its own are assumed or worked out."""
+    own = target.context.settings
+    known = {
+        name: value
+        for name, value in stated.values().items()
+        if stated.sources.get(name) in ("read", "measured") and own.sources.get(name) in ("assumed", "measured")
+    }
+    if not known:
+        return target
+    settings = merge(own, settings_from(known, where="the traces", source="read"))
+    left_out = tuple(
+        text for text in target.context.left_out if "num_gpu_blocks" not in known or _WORKED_OUT not in text
+    )
+    return replace(target, context=replace(target.context, settings=settings, left_out=left_out))
 
 
 def _with_hits(
