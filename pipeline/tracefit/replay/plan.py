@@ -52,7 +52,7 @@ REPLAYED_REQUESTS = 1_200
 """Requests of one replay of a curve."""
 ANCHOR_REQUESTS = 6_000
 """Requests of a replay at a rate that a search tries and that is not its answer."""
-ANSWER_REQUESTS = 10_000
+ANSWER_REQUESTS = 9_000
 """Requests of a replay at the rate of an answer. Near the capacity P90 of TTFT varies by tens of percent between
 replays of 6,000 to 12,000, which the interval has to hold; with the waits of the long run it varies by some percent."""
 
