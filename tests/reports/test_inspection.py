@@ -20,7 +20,7 @@ def test_run_servers_events_checks_and_allowed_models(traces, text_of):
     traces.records[0]["scopeSpans"][0]["spans"][0]["droppedEventsCount"] = 4321
     lines = [line.split() for line in text_of(traces).splitlines()]
     assert ["run", "busy"] in lines
-    assert ["scope", "vllm.scheduler.step,", "1", "spans,", "dialect", "journey"] in lines
+    assert ["scope", "vllm.scheduler.step,", "1", "span,", "dialect", "journey"] in lines
     (place,) = (k for k, line in enumerate(lines) if line[:2] == ["server", "engine:"])
     assert lines[place][2:5] == ["2023-11-14", "22:13:21", "UTC,"]
     assert lines[place + 1][-3:] == ["4,321", "dropped", "events"]

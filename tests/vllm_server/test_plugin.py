@@ -64,7 +64,7 @@ def recorded(request, plugin, tmp_path_factory):
     folder = tmp_path_factory.mktemp("recorded")
     receiver = Process(folder / "traces")
     options = ["--max-model-len", "1024", "--max-num-seqs", "8", "--max-num-batched-tokens", "256"]
-    options += ["--num-gpu-blocks-override", "20", "--block-size", "128"]
+    options += ["--num-gpu-blocks-override", "16", "--block-size", "128"]
     options += ["--shutdown-timeout", "10"]  # else vLLM kills its engine at once
     options += ["--middleware", "tracefit_vllm.ApiTracing", *KINDS[request.param]]
     environment = {
