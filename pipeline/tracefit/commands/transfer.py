@@ -761,7 +761,7 @@ def _written(out: Path, found: _Found, progress: KeptWarnings) -> TransferResult
         "alpha": CoefficientFile(kind="alpha", models=alpha, not_fitted=missing, provenance=made_by),
         "beta": CoefficientFile(kind="beta", models=(step,), provenance=made_by),
     }
-    evaluation = _evaluation(found, step, alpha, notes)
+    evaluation = _evaluation(found, step, alpha, missing, notes)
     (alpha_text, alpha_file), (beta_text, beta_file) = published(files["alpha"]), published(files["beta"])
     evaluation_text, rounded = published(evaluation)
     texts = {
@@ -776,14 +776,18 @@ def _written(out: Path, found: _Found, progress: KeptWarnings) -> TransferResult
     return _result(out, found, step, alpha, notes, (tuple(texts), tuple(progress.warnings)))
 
 
-def _evaluation(found: _Found, step: schema.Model, alpha: Sequence[schema.Model], notes: tuple[str, ...]) -> Evaluation:
+def _evaluation(
+    found: _Found,
+    step: schema.Model,
+    alpha: Sequence[schema.Model],
+    missing: Sequence[schema.NotFitted],
+    notes: tuple[str, ...],
+) -> Evaluation:
     """Return the evaluation of a transfer, or of an own fit that is taken instead, with the models that it borrows."""
     fitted = found.own.fitted
     if fitted is None or not found.own.is_better:
-        missing = tuple(
-            Missing(one.name, one.reason, one.remedy) for one in _missing(found.target.deployment_id, alpha)
-        )
-        return evaluation_of(found.target.deployment_id, step, alpha, found.across, missing, notes)
+        lost = tuple(Missing(one.name, one.reason, one.remedy) for one in missing)
+        return evaluation_of(found.target.deployment_id, step, alpha, found.across, lost, notes)
     evaluation = publish.evaluate([fitted], fitted.tables.runs)
     (entry,) = evaluation.deployments
     models = {model.name: model.validation for model in alpha if model.validation is not None} | entry.models

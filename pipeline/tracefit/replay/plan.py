@@ -3,7 +3,7 @@ rate.
 
 All servers are equal, and each gets its requests at random or in turn, independently of the others: one stands for all.
 Every rate has the same requests and random numbers, only the gaps are scaled, so that latencies change with the rate
-and not with the draw. Longer replays near the answer, the anchors, then set the level of the curve.
+and not with the draw. Longer replays near the answer, the anchors, then set the level of the curve near them.
 
 The uncertainty of the step time needs no more replays. A server whose steps take s times as long serves a load as this
 one serves s times the load, s times as slowly. For each draw of the coefficients s follows from the batches of a
